@@ -40,6 +40,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import paceline
 from paceline.data import order
+from paceline.data.batch_plan import GlobalBatches
 
 BATCH, ROUNDS = 256, 15
 
@@ -162,7 +163,7 @@ def memory() -> dict[str, Any]:
         length = 10**exponent
         tracemalloc.start()
         began = time.perf_counter()
-        batches = order.GlobalBatches(order.order_of(length, 0, "train", 1), BATCH, -(-length // BATCH))
+        batches = GlobalBatches(order.order_of(length, 0, "train", 1), BATCH, -(-length // BATCH))
         for first in (0, len(batches) // 2, len(batches) - 10):
             for step in range(first, first + 10):
                 batches[step]

@@ -1,4 +1,4 @@
-"""A step of ddp over slow links, in the laboratory (lab.py): stock DDP, lossless reducers and reducer=auto. As root.
+"""A step of ddp over slow links, in the laboratory (lab.py): stock DDP beside lossless reducers. As root.
 
     python benchmarks/slow_links.py --json benchmarks/results/slow_links.json              # forty minutes
     python benchmarks/slow_links.py --overlap --json benchmarks/results/overlap.json       # ten minutes
@@ -9,7 +9,7 @@ order drawn anew every round; of each way three steps, of which the last two are
 median of the ratios to stock within a round with its 5th and 95th percentile.
 
 Overlap. Layers that sleep in their backward for as long as all gradients of the model take to be summed: the hardest
-case. Shown is a step, over the longer one of compute alone and communication alone, for stock and auto.
+case. Shown is a step, over the longer one of compute alone and communication alone, for stock and for small buckets.
 
 A place that stands in the file already is not measured again: an interrupted run goes on where it was. Rank 0's times.
 """
@@ -57,6 +57,7 @@ PLACES = [
 FIXED = ("native", "direct", "ring", "hierarchical", "direct,bucket_mb=1", "native,bucket_mb=1")
 OVERLAP = ((None, 32), (1000.0, 16), (300.0, 8), (100.0, 4), (20.0, 1))
 """Bandwidth, and MB of gradients."""
+BUCKETS = 16  # of these, for `small`
 
 MARK = "FOUND "
 
@@ -146,7 +147,7 @@ def steps_job(seconds: float) -> dict[str, Any]:
     fixed = [*FIXED, "shared_memory"] if first.world.nodes == 1 else list(FIXED)
     with contextlib.ExitStack() as opened, contextlib.redirect_stderr(said):
         ways = {"stock": stock(perceptron(), loss_of), "again": stock(perceptron(), loss_of)}
-        for reducer in ("auto", *fixed):
+        for reducer in fixed:
             ways[reducer] = ours(opened.enter_context(under(first, reducer, said)), perceptron(), loss_of)
         for step in ways.values():
             timed(step, 3)  # connections have found their rate
@@ -166,15 +167,12 @@ def steps_job(seconds: float) -> dict[str, Any]:
         for way, found in times.items()
         if way != "stock"
     }
-    best = min((medians[way], way) for way in medians if way not in ("again", "auto", "stock"))[1]
-    to_best = spread([one / other for one, other in zip(times["auto"], times[best], strict=True)])
+    best = min((medians[way], way) for way in medians if way not in ("again", "stock"))[1]
     return {
         "rounds": len(times["stock"]),
         "ms": {way: round(value * 1e3, 2) for way, value in medians.items()},
         "ratio_to_stock": ratios,
-        "best_fixed": best,
-        "auto_to_best_fixed": to_best,
-        "auto_said": [line for line in said.getvalue().splitlines() if "reducer=auto" in line],
+        "best": best,
     }
 
 
@@ -197,14 +195,15 @@ def overlap_job(seconds: float, mb: float) -> dict[str, Any]:
     found["compute_ms"] = round(sleep * 1e3, 2)
     said = io.StringIO()
     with contextlib.ExitStack() as opened:
-        models = {"stock": Layers(48, mb), "auto": Layers(48, mb)}
+        models = {"stock": Layers(48, mb), "small": Layers(48, mb)}
         ways: dict[str, Callable[[], None]] = {}
         for way, model in models.items():
             model.seconds = sleep
             if way == "stock":
                 ways[way] = stock(model, loss_of)
             else:
-                ways[way] = ours(opened.enter_context(under(first, way, said)), model, loss_of)
+                run = opened.enter_context(under(first, f"direct,bucket_mb={mb / BUCKETS}", said))
+                ways[way] = ours(run, model, loss_of)
             with contextlib.redirect_stderr(said):
                 timed(ways[way], 2)
         both: dict[str, list[float]] = {way: [] for way in ways}
@@ -239,7 +238,6 @@ def overlap_job(seconds: float, mb: float) -> dict[str, Any]:
             "communication_alone_ms": round(statistics.median(communication[way]) * 1e3, 2),
             "step_over_longer": spread([step / floor for step in both[way]]),
         }
-    found["auto_said"] = [line for line in said.getvalue().splitlines() if "reducer=auto" in line]
     return found
 
 

@@ -51,8 +51,9 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "monitor": {"notebook", "timeline", *TRAINING},
     "run": {"monitor", *TRAINING},
     "trials.spec": {"world", "config", "errors"},
+    "observe": {"torch_private", "comm", "world", "errors"},
     "compare.worker": {"trials.spec", "run", "monitor", *TRAINING},
-    "verify.worker": {"plain_state", "trials.spec", "run", "monitor", *TRAINING},
+    "verify.worker": {"observe", "plain_state", "trials.spec", "run", "monitor", *TRAINING},
     "timeline.worker": {"notebook", "timeline", "run", *TRAINING},
     "session": {"timeline.worker", "verify.worker", "compare.worker", "trials.spec", "run"}
     | TRAINING - {"torch_private"},
@@ -63,8 +64,8 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "horovod": {"plain_state", "launching", *TRAINING},
     "trials": {"trials.spec", "strategies", "launcher", "world", "config", "errors"},
     "compare": {"__init__", "trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
-    "verify": {"trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
-    "doctor": {"torch_private", "launcher", "world", "config", "errors"},
+    "verify": {"observe", "trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
+    "doctor": {"observe", "torch_private", "launcher", "world", "config", "errors"},
     "export": {"torch_private", "state", "world", "errors"},
     "cli": {
         *("__init__", "submit", "export", "doctor", "verify", "compare", "trials", "strategies", "launcher", "world"),

@@ -47,7 +47,7 @@ def test_pickle_is_used_where_the_list_says_why_and_nowhere_else() -> None:
     assert not set(ALLOWED) - set(found), "ALLOWED names files that use no pickle"
 
 
-def test_the_doors_and_what_is_behind_them_unpickle_nothing() -> None:
+def test_the_stores_and_what_launchers_tell_each_other_unpickle_nothing() -> None:
     """What strangers reach, and what launchers of several machines tell each other."""
-    for name in ("doors", "key_values", "sealed", "socket_owner", "secret", "peers", "rendezvous", "agent"):
+    for name in ("store", "tunnel", "key_values", "secret", "peers", "rendezvous", "agent"):
         assert not _uses(SOURCE / "launcher" / f"{name}.py"), name

@@ -279,12 +279,12 @@ print(sorted(stores.list_keys())[:0], stores.get_timeout() if hasattr(stores, "g
 @pytest.mark.conformance
 def test_the_launchers_store_answers_torchs_client_as_torchs_own_server_does(tmp_path: Path) -> None:
     """Which bytes that client sends is torch's own affair: a version with others is seen here."""
-    from paceline.launcher.doors import Doors, StoreDoor
-    from paceline.launcher.early_start import listen
+    from paceline.launcher.checks import listen
+    from paceline.launcher.store import open_store
 
     (tmp_path / "calls.py").write_text(STORE_CALLS)
     theirs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    ours = Doors(listen("127.0.0.1", 0), StoreDoor())
+    ours = open_store(listen("127.0.0.1", 0))
     try:
         said = [
             subprocess.run(

@@ -110,6 +110,12 @@ def suggest(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = {}) 
     return f"{hint}Known: {', '.join(names)}."
 
 
+def check_whole(call: str, name: str, value: object, least: int = 1) -> None:
+    """Raises SettingError where the argument `name` of `call` is no whole number, or a smaller one than `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise SettingError(f"{call}({name}={value!r}): a whole number, at least {least}, is needed.")
+
+
 def _is_misspelt(name: str, known: str) -> bool:
     """Is a name that looks like a known one a slip of the hand? Not with another number in it (fp8 is no fp32), and not
     where one of its words is another word (model_parallel is no data_parallel)."""

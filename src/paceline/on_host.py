@@ -1,9 +1,8 @@
 """What `paceline run --hosts` starts on each host: `python -m paceline.on_host`. Importing it imports no torch.
 
-1. The first line of the input is a JSON object: the directory, the environment, and either what to look at before
-   anything starts (a probe), or the command line of `paceline run`.
-2. What it says to the launcher stands behind hosts.MARK in its output: the answer to the probe on stdout; the exit code
-   on stderr.
+1. The first line of the input is a JSON object: the directory and the script. The answer says what is there. It stands
+   behind hosts.MARK on stdout, as the exit code later does on stderr.
+2. The second line is the job: the environment, and the command line of `paceline run`.
 3. The rest of the input is a lease. Each line is a sign of life of the launcher that started the run, or tells to save
    a checkpoint and end ("save"), or to do what SIGTERM asks for here ("notice"), or to stop ("stop 15", by that
    signal).
@@ -46,10 +45,11 @@ def main() -> None:
     if not line:
         sys.exit("paceline.on_host: nothing came on its input. It is started by `paceline run --hosts`.")
     request = json.loads(line)
-    if request["probe"]:
-        print(f"{MARK}{json.dumps(probe(request))}", flush=True)
+    print(f"{MARK}{json.dumps(probe(request))}", flush=True)
+    line, rest = _read_line(lease, rest)
+    if not line:  # nothing is started
         return
-    os.chdir(request["directory"])
+    request |= json.loads(line)
     os.environ.update(request["environ"])
     os.environ.setdefault("PYTHONUNBUFFERED", "1")  # what the ranks print shall be seen at once
     interface = _interface(request["address"])
@@ -58,7 +58,7 @@ def main() -> None:
     # "save" may come before the run has a handler of its own. It comes again.
     signal.signal(signal.SIGUSR1, lambda signum, frame: None)
     threading.Thread(target=_watch, args=(lease, rest), daemon=True).start()
-    if "secret" in request:
+    if request["secret"] is not None:
         request["arguments"][1:1] = ["--rdzv-secret-file", _hidden_file(request["secret"])]
     sys.path[0] = request["directory"]  # as for `python -m paceline run` there; it was the home directory
     code: Any = 1
@@ -139,9 +139,9 @@ def _interface(address: str) -> str:
     return next((name for name, all_of_it in found if address in [one.address for one in all_of_it]), "")
 
 
-def _read_line(descriptor: int) -> tuple[bytes, bytes]:
-    """(the first line, what was read beyond it). The line is empty where the input ended before its end."""
-    data = b""
+def _read_line(descriptor: int, data: bytes = b"") -> tuple[bytes, bytes]:
+    """(the next line, what was read beyond it). The line is empty where the input ended before its end. data: what has
+    been read already."""
     while b"\n" not in data:
         more = os.read(descriptor, 65536)
         if not more:

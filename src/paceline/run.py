@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,8 @@ from paceline.data.batch_plan import BatchPlan, one_shard
 from paceline.data.elsewhere import of_run
 from paceline.data.loader import Loader, current_examples
 from paceline.data.made_batches import RowCollate, RowDataset, Rows, check_batches
-from paceline.data.noise import check_modules, make_noise
-from paceline.data.sources import LoaderArguments, make_sources
+from paceline.data.noise import Noise, check_modules, make_noise
+from paceline.data.sources import OWN_ARGUMENTS, LoaderArguments, make_sources
 from paceline.data.zero_rows import ZERO_ROWS
 from paceline.errors import CheckpointError, ModelError, UsageError
 from paceline.metrics import metrics, predict_files
@@ -32,11 +32,9 @@ from paceline.monitor.monitor import Monitor
 from paceline.monitor.trackers import Tracker
 from paceline.norm.normalisation import Normalisation
 from paceline.state.averaged_weights import ModelEMA, weights_of
-from paceline.state.checkpoint import Retention, WholeCheckpoint
+from paceline.state.checkpoint import Retention
 from paceline.state.hyperparameters import Hyperparameters, Whose, check_whose
-from paceline.state.memory_checkpoints import MemoryCheckpoints, asked_for
-from paceline.state.newest_state import NewestState
-from paceline.state.preemption import Preemption
+from paceline.state.restarts import Restarts
 from paceline.state.run_position import Epochs, RunPosition
 from paceline.state.state import State, fits, model_number
 from paceline.step import backends, deterministic
@@ -45,6 +43,7 @@ from paceline.step.guards import Guards
 from paceline.step.heartbeat import Heartbeat
 from paceline.step.messages import PREPARED_LATE, SAVED_IN_MID_BATCH, under_no_grad
 from paceline.step.objective import step_by_closure
+from paceline.step.observer import StepObserver
 from paceline.step.precision import Precision
 from paceline.step.preparable import (
     check_optimizer,
@@ -57,9 +56,23 @@ from paceline.step.preparable import (
 )
 from paceline.step.step import Stepper
 from paceline.strategies import make
-from paceline.strategies.base import Weight
+from paceline.strategies.base import Strategy, Weight
 from paceline.strategies.kit.named_parameters import parameter_names
-from paceline.world import HANDOVER, LAUNCHER_PID, STOP_FILE, World
+from paceline.world import World
+
+YieldHook = Callable[[Loader], None]
+
+
+class RunParts(NamedTuple):
+    """What a run is made of, for the tools that observe it and for `paceline.fit`."""
+
+    strategy: Strategy
+    stepper: Stepper
+    names: Mapping[Tensor, str]  # of each prepared parameter, and of each place of its gradient
+    models: Sequence[nn.Module]
+    optimizers: Sequence[torch.optim.Optimizer]
+    noise: Noise | None
+    normalisation: Normalisation
 
 
 class Run:
@@ -69,12 +82,13 @@ class Run:
         world, device, settings, seed: of the run.
         latest: the loader that yielded last.
         calls: compares the calls in which all processes take part.
-        newest: what this process hands on to the next start of the run if another dies; None where nothing is.
+        restarts: what lets the run go on after it was stopped or has lost a rank.
         explanation: returns a better error than one of the user's forward; None where there is none.
         closed: has the run ended?
     """
 
-    def __init__(self, world: World, settings: Settings, device: torch.device) -> None:
+    def __init__(self, world: World, settings: Settings, device: torch.device, *, trial: bool = False) -> None:
+        """trial: a run of `paceline verify` or `compare`, which restores and writes nothing."""
         self.world = world
         self.settings = settings
         self.device = device
@@ -117,25 +131,41 @@ class Run:
         self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.layers)
         mesh.use(self._strategy.mesh)
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
-        self._preemption = self._follow_launcher()
-        self.newest = self._newest_state()
-        self._memory = self._memory_checkpoints()
+        self.restarts = Restarts(
+            *(world, self._stepper, self._state, self._position, self._models, self._optimizers),
+            steps=lambda: self.steps,
+            save=self._save_last,
+            saving=self._saving,
+        )
         self._heartbeat = Heartbeat()
+        self._observers: list[StepObserver] = []
+        self._trial = trial
+        self._normalises = False  # whether a prepared model has batch norm
+        self._restored = False  # whether the run was restored, and no training batch has come since
+        self._on_training_yield: tuple[YieldHook, ...] = ()
+        self._on_evaluation_yield: tuple[YieldHook, ...] = ()
         self.closed = False
         self._put_backends_back = backends.apply(settings)
         self._state.begin()
+        self._choose_hooks()
 
-    def _follow_launcher(self) -> Preemption | None:
-        """What looks after each step whether the launcher, or a signal to a process without one, asks the run to stop;
-        None: nothing does."""
-        path = os.environ.get(STOP_FILE)
-        alone = self.world.size == 1 and LAUNCHER_PID not in os.environ
-        if not path and not alone:
-            return None
-        own = self._strategy, self.device
-        with contextlib.suppress(OSError, ValueError):  # the launcher's folder is gone, or full
-            return Preemption(path, *own, ready=self._between_steps, steps=lambda: self.steps, save=self._save_last)
-        return None
+    def _choose_hooks(self) -> None:
+        """What is called when a loader yields, in order. Called again when this changes."""
+        first: list[YieldHook] = [self._heartbeat] if self._heartbeat.beats else []
+        first += [observer.before_yield for observer in self._observers]
+        last: list[YieldHook] = [self._monitor.on_yield] if self._monitor.active else []
+        last += [observer.after_yield for observer in self._observers]
+        own: list[YieldHook] = [self._on_first_batch] if self._restored else []
+        self._normalises = self._normalisation.active
+        own += [self._normalisation.on_yield] if self._normalises else []
+        self._on_training_yield = (*first, *own, self._stepper.ownership.on_yield, *last)
+        self._on_evaluation_yield = (*first, self._on_evaluation, *last)
+
+    def observe(self, make: Callable[[Run, RunParts], StepObserver]) -> None:
+        """Has a tool watch this run. make: is given the run and its parts."""
+        self._observers.append(make(self, parts_of(self)))
+        self._stepper.watch(self._observers)
+        self._choose_hooks()
 
     def _save_last(self, directory: Path) -> Path:
         """Save what is handed over to the next start. That an earlier checkpoint could not be written does not keep
@@ -147,38 +177,16 @@ class Run:
                 print(f"paceline: {error}", file=sys.stderr, flush=True)
         return self.save(directory)
 
-    def _newest_state(self) -> NewestState | None:
-        """None where the launcher does not start ranks again. And on accelerators: with NCCL, a rank that waits for one
-        that has died is ended by torch, without an exception."""
-        folder = os.environ.get(HANDOVER)
-        if not folder or self.device.type != "cpu":
-            return None
-        own = self._strategy, self._state, self._position, self._models, self._optimizers
-        return NewestState(folder, *own, ready=self._between_steps, steps=lambda: self.steps)
-
-    def _memory_checkpoints(self) -> MemoryCheckpoints | None:
-        """None where the launcher asks for none."""
-        every = asked_for(os.environ)
-        if every is None:
-            return None
-        own = self._strategy, self._state, self.world.node
-        return MemoryCheckpoints(every, *own, ready=self._between_steps, steps=lambda: self.steps)
-
-    def _between_steps(self) -> bool:
-        """Whether a checkpoint may be written now."""
-        loaders = self._state.loaders.values()
-        return all(one.current is None or one.stepped for one in loaders) and not self._stepper.incomplete
-
-    def _after_batch(self, loader: Loader) -> None:
-        """The script comes back for its next training batch."""
-        if self.newest is not None:
-            self.newest.after_batch(loader)
-        if self._memory is not None and self._memory.due(loader):
-            self._stepper.prepare_save()
+    @contextlib.contextmanager
+    def _saving(self) -> Iterator[None]:
+        for observer in self._observers:
+            observer.in_save(True)
+        try:
             with self._monitor.saving():
-                self._memory.keep(self._position.counters())
-        if self._preemption is not None:
-            self._preemption.after_batch(loader)
+                yield
+        finally:
+            for observer in self._observers:
+                observer.in_save(False)
 
     @property
     def main(self) -> bool:
@@ -234,6 +242,8 @@ class Run:
         Raises UsageError for anything else, and for an optimizer of parameters that no prepared model has.
         """
         objects = tuple(map(without_wrapper, objects))
+        for observer in self._observers:
+            observer.before_prepare(objects)
         models = [thing for thing in objects if isinstance(thing, nn.Module)]
         optimizers = [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
         schedulers = [thing for thing in objects if isinstance(thing, LRScheduler)]
@@ -261,13 +271,15 @@ class Run:
         self._strategy.setup(self._models, self._optimizers)
         if self.latest is not None and self._strategy.plan is not plan:
             raise ModelError(PREPARED_LATE)
-        if self.newest is not None:
-            self.newest.prepared()
+        self.restarts.prepared()
         names = parameter_names(self._models)  # anew: a strategy may have put others in their place
         for scheduler in schedulers:
             self._add_scheduler(scheduler)
-        self._stepper.names = self._strategy.store.follow(names)
+        self._stepper.updates.follow(names)
+        self._choose_hooks()
         made = with_loaders(objects, self.loader, bool(self._state.loaders))
+        for observer in self._observers:
+            observer.after_prepare()
         return made[0] if len(made) == 1 else made
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
@@ -276,10 +288,7 @@ class Run:
         check_optimizer(optimizer, names)
         self._optimizers.append(optimizer)
         self._state.hyperparameters.add(optimizer)
-        self._stepper.updates[optimizer] = 0
-        self._guards.watch_optimizer(optimizer, self._stepper.keeps_gradients)
-        if len(self._optimizers) > 1 and self._stepper.accounts.reached is None:
-            self._stepper.accounts.reached = set()
+        self._stepper.updates.add(optimizer)
 
     def _add_scheduler(self, scheduler: Any) -> None:
         if scheduler in self._state.schedulers:
@@ -328,31 +337,37 @@ class Run:
 
         Raises SettingError for arguments that cannot be, or contradict each other.
         """
+        given: dict[str, Any] = {
+            "global_batch": global_batch,
+            "micro_batch": micro_batch,
+            "shuffle": shuffle,
+            "train": train,
+            "sampler": sampler,
+            "batch_sampler": batch_sampler,
+            "drop_last": drop_last,
+            "name": name,
+            "shuffle_buffer": shuffle_buffer,
+            "collate": collate,
+            "limit_batches": limit_batches,
+            "pin_memory": self.device.type == "cuda",
+            **options,
+        }
+        for observer in self._observers:
+            observer.before_loader(dataset, given)
         if name is None:
-            name = "train" if train else f"evaluation {self._evaluations}"
+            given["name"] = "train" if train else f"evaluation {self._evaluations}"
         self._evaluations += not train
-        options.setdefault("pin_memory", self.device.type == "cuda")
         plan = (lambda: self._strategy.plan) if train else self._evaluation_plan
-        given = LoaderArguments(
-            micro_batch=micro_batch,
-            shuffle=shuffle,
-            train=train,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            drop_last=drop_last,
-            name=name,
-            shuffle_buffer=shuffle_buffer,
-            collate=collate,
-            limit_batches=limit_batches,
-            options=options,
-        )
-        sources = make_sources(dataset, given, global_batch, seed=self.seed, plan=plan)
+        size = given.pop("global_batch")
+        own = {key: given.pop(key) for key in OWN_ARGUMENTS & given.keys()}
+        sources = make_sources(dataset, LoaderArguments(**own, options=given), size, seed=self.seed, plan=plan)
         hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end}
-        if self._preemption is not None or self.newest is not None or self._memory is not None:
-            hooks["on_body_end"] = self._after_batch
+        hooks["on_body_end"] = self.restarts.after_batch
         loader = Loader(sources.pop(0), device=self.device, noise=self._noise, later=sources, **hooks)
         if train:
             self._state.add_loader(loader)
+        for observer in self._observers:
+            observer.after_loader(loader)
         return loader
 
     def batches(
@@ -392,25 +407,39 @@ class Run:
         return one_shard(collectives.size_of(data), collectives.rank_of(data))
 
     def _on_yield(self, loader: Loader) -> None:
-        self._heartbeat()
         self.latest = loader
-        if loader.train:
-            self._state.locks.before_batch()
-            self._epochs.on_training_yield()
-            self._normalisation.on_yield(loader)
-        self._stepper.on_yield(loader)
-        self._monitor.on_yield(loader)
+        for hook in self._on_training_yield if loader.train else self._on_evaluation_yield:
+            hook(loader)
+
+    def _on_first_batch(self, _: Loader) -> None:
+        """The first training batch of a restored run."""
+        self._restored = False
+        self._choose_hooks()
+        self._state.locks.before_batch()
+        self._epochs.on_training_yield()
+
+    def _on_evaluation(self, loader: Loader) -> None:
+        """The first batch of an evaluation synchronizes replicas."""
+        request = loader.current
+        if request is not None and request.step == request.micro == 0:
+            self._stepper.updates.synchronize()
 
     def _on_end(self, loader: Loader, whole: bool) -> None:
+        for observer in self._observers:
+            observer.before_end(loader, whole)
         if loader.train:
-            self._stepper.on_end(loader, whole)
-        self._stepper.catch_up(self._state.schedulers)
+            self._stepper.ownership.on_end(loader, whole)
+            if whole:
+                self._stepper.updates.drain()
+        self._stepper.updates.catch_up(self._state.schedulers)
         self._monitor.on_end(loader, whole)
+        for observer in self._observers:
+            observer.after_end(loader, whole)
 
     def epochs(self, count: int) -> Iterator[int]:
         """Epoch numbers from 0 to count - 1; in a restored run from where it stopped."""
-        numbers = self._stepper.between_epochs(self._epochs.up_to(count))
-        return self._monitor.epochs(numbers, count, self._stepper.synchronize)
+        numbers = self._stepper.ownership.between_epochs(self._epochs.up_to(count))
+        return self._monitor.epochs(numbers, count, self._stepper.updates.synchronize)
 
     # --- the step
 
@@ -434,7 +463,13 @@ class Run:
         """
         if not torch.is_grad_enabled():
             raise UsageError(under_no_grad("forward_backward"))
-        return self._stepper.forward_backward(loss_fn, unwrapped(model), batch, optimizer, of)
+        for observer in self._observers:
+            observer.before_backward(())
+            loss_fn = observer.closure(loss_fn)
+        loss = self._stepper.forward_backward(loss_fn, unwrapped(model), batch, optimizer, of)
+        for observer in self._observers:
+            observer.after_backward()
+        return loss
 
     def backward(
         self,
@@ -457,7 +492,14 @@ class Run:
             raise UsageError(under_no_grad("backward"))
         if (loss is None) == (total is None):
             raise UsageError("run.backward: give a loss, or total= with count=, and not both.")
+        if self._observers:
+            value = cast(Tensor, total if loss is None else loss)
+            factor = math.prod(observer.before_backward((value,)) for observer in self._observers)
+            if factor != 1:
+                loss, total = (None if one is None else one * factor for one in (loss, total))
         self._stepper.backward(loss, total, count, optimizer, of, retain_graph)
+        for observer in self._observers:
+            observer.after_backward()
 
     def step(
         self,
@@ -484,28 +526,34 @@ class Run:
         schedulers = [scheduler for scheduler in self._state.schedulers if scheduler.optimizer is chosen]
         if closure is not None and max_grad_norm is not None:
             raise UsageError("run.step(optimizer, closure, max_grad_norm=...): the closure clips, after run.backward.")
+        for observer in self._observers:
+            observer.before_step()
         if closure is not None:
             step_by_closure(self._stepper, chosen, schedulers, closure)
             acted = True
         elif self._noise is None:
-            acted = self._stepper.step(chosen, schedulers, max_grad_norm)
+            acted = self._stepper.updates.step(chosen, schedulers, max_grad_norm)
         else:
             with self._noise.suspended():
-                acted = self._stepper.step(chosen, schedulers, max_grad_norm)
-        if acted:
-            self._normalisation.average_statistics(self._models, self._stepper.prefetched)
+                acted = self._stepper.updates.step(chosen, schedulers, max_grad_norm)
+        if acted and self._normalises:
+            self._normalisation.average_statistics(self._models, self._stepper.ownership.fetched_ahead)
+        for observer in self._observers:
+            observer.after_step(acted)
         return acted
 
     @property
     def steps(self) -> int:
         """Updates that the first prepared optimizer has made. Where none is prepared, global batches whose gradients
         the script has used and cleared itself."""
-        return self._stepper.updates[self._optimizers[0]] if self._optimizers else self._stepper.count_manual_updates()
+        if self._optimizers:
+            return self._stepper.updates.counts[self._optimizers[0]]
+        return self._stepper.ownership.count_manual_updates()
 
     @property
     def skipped(self) -> int:
         """Updates that were left out because a gradient was not finite; of replicas that train apart this one's."""
-        return self._stepper.skipped + self._stepper.skipped_alone
+        return self._stepper.updates.left_out
 
     # --- numbers over all processes
 
@@ -516,22 +564,30 @@ class Run:
         values: a tensor with an example in each row; or a number that is the mean over this process's current batch,
         such as a loss; or a dict of these. Returns a float.
         """
+        for observer in self._observers:
+            observer.on_request()
         return metrics.mean(values, lambda: current_examples(self.latest, self._state.loaders.values()), self.device)
 
     @by_all
     def ratio(self, sum: Any, count: Any) -> float:
         """Sum of the sums / sum of the counts, over all processes."""
+        for observer in self._observers:
+            observer.on_request()
         return metrics.ratio(sum, count, self.device)
 
     @by_all
     def sum(self, values: Any) -> Any:
         """The sum over all processes of a number, a tensor, or a dict of these. Whole numbers stay whole."""
+        for observer in self._observers:
+            observer.on_request()
         return metrics.total(values, self.device)
 
     @by_all
     def gather(self, values: Any) -> Any:
         """A tensor: all processes' joined along dimension 0, in rank order, differentiable. A list: all lists joined.
         Anything else: a list of all processes' objects."""
+        for observer in self._observers:
+            observer.on_request()
         return metrics.gather(values)
 
     @by_all
@@ -581,6 +637,8 @@ class Run:
         fn: Callable[[Any, Any], Any],
         options: dict[str, Any],
     ) -> Path:
+        if self._trial:
+            return target.folder
         cut = predict_files.cut(target, dataset, global_batch, options.pop("micro_batch", None))
         left = predict_files.start(target, dataset, self._state.digest(self._models, model))
         if left is not None:
@@ -627,7 +685,10 @@ class Run:
 
     def add_tracker(self, tracker: Tracker) -> None:
         """Has what is logged go to an object with begin, log and close too (docs/logging.md); alike on all ranks."""
-        self._monitor.add_tracker(tracker)
+        if self._trial:
+            return
+        self._monitor.add_tracker(tracker, self.latest)
+        self._choose_hooks()
 
     # --- state
 
@@ -686,14 +747,17 @@ class Run:
         Raises UsageError in the middle of a global batch, CheckpointError where it cannot be written; earlier
         checkpoints are then untouched.
         """
+        if self._trial:
+            for observer in self._observers:
+                observer.in_save(True)
+            return Path(directory) / f"step-{self.steps:08d}"
         retention = Retention(keep, keep_best, score, mode)
-        self._stepper.prepare_save()
-        if self._stepper.incomplete:
+        self._stepper.updates.prepare_save()
+        if self._stepper.ownership.incomplete:
             raise UsageError(SAVED_IN_MID_BATCH)
-        with self._monitor.saving():
+        with self._saving():
             path = self._state.save(directory, self.steps, retention, self._position.counters(), background=background)
-        if self._preemption is not None:
-            self._preemption.saves(Path(directory).absolute())
+        self.restarts.saved(Path(directory))
         return path
 
     @by_all
@@ -715,32 +779,32 @@ class Run:
 
         Returns False where there is none, with missing_ok. Raises CheckpointError: none, damaged, of another program.
         """
+        if self._trial:
+            return False
         if not self._models:
             raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
         check_whose(hyperparameters)
         self._state.whose = hyperparameters
-        keepers = [one for one in (self.newest, self._memory) if one is not None]
-
-        def handed_on() -> WholeCheckpoint | None:
-            kept = [whole for keeper in keepers if (whole := keeper.find()) is not None]
-            return max(kept, key=lambda whole: whole.step, default=None)
-
-        found = self._state.restore(directory, missing_ok, handed_on if keepers else None)
-        if self._preemption is not None:
-            self._preemption.restores(Path(directory))
+        found = self._state.restore(directory, missing_ok, self.restarts.kept)
+        self.restarts.restored(Path(directory))
         if found is not None:
             with fits(directory):
                 self._position.load_counters(found)
             self._monitor.restored(self._state.restored_from, self.steps)
-        for keeper in keepers:
-            keeper.begin()
+        self._restored = True
+        self._choose_hooks()
+        self.restarts.begin()
         return found is not None
 
     @by_all
     def export(self, path: str | Path, model: nn.Module | ModelEMA | None = None) -> None:
         """Writes a model, or the average of `ema`, as one safetensors file that its plain class loads. All processes
         call it. Raises NonFiniteError as `step` does."""
-        self._stepper.drain()
+        if self._trial:
+            for observer in self._observers:
+                observer.in_save(True)
+            return
+        self._stepper.updates.drain()
         with weights_of(model) as whose:
             self._state.export(path, model_number(self._models, unwrapped(whose)))
 
@@ -763,7 +827,7 @@ class Run:
         number = next((number for number, own in enumerate(self._models) if own is model), None)
         if number is None:
             raise UsageError(f"run.ema: this {type(model).__name__} is not prepared. Call run.prepare(model) first.")
-        made = ModelEMA(model, number, self._strategy, decay, lambda: sum(self._stepper.updates.values()) or self.steps)
+        made = ModelEMA(model, number, self._strategy, decay, lambda: self._stepper.updates.made or self.steps)
         self._averages += 1
         self._state.add_tracked("ema" if self._averages == 1 else f"ema {self._averages}", made)
         return made
@@ -792,11 +856,20 @@ class Run:
         and CheckpointError for a checkpoint that could not be written in the background."""
         if self.closed:
             return
+        for observer in self._observers:
+            observer.before_close()
         self.closed = True
         try:
+            self._close()
+        finally:
+            for observer in self._observers:
+                observer.after_close()
+
+    def _close(self) -> None:
+        try:
             if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:  # else the error is what to read
-                self._stepper.drain()
-                self._stepper.warn_unstepped()
+                self._stepper.updates.drain()
+                self._stepper.ownership.warn_unstepped()
                 self._state.end_saves(self.calls)
         finally:
             try:
@@ -813,13 +886,21 @@ class Run:
         if self._noise is not None:
             self._noise.close()
         self._guards.close()
-        if self.newest is not None:
-            self.newest.close()
-        if self._memory is not None:
-            self._memory.close()
+        self.restarts.close()
         self._heartbeat.close()
-        if self._preemption is not None:
-            self._preemption.close()
         self._strategy.close()
         self._strategy.mesh.close()
         mesh.use(None)
+
+
+def parts_of(run: Run) -> RunParts:
+    """The parts of a run. They live as long as the run."""
+    return RunParts(
+        run._strategy,
+        run._stepper,
+        run._stepper.updates.names,
+        run._models,
+        run._optimizers,
+        run._noise,
+        run._normalisation,
+    )

@@ -146,11 +146,13 @@ def start(
         settings = replace(settings, strategy=strategy)
         if line:
             print(f"paceline: {line}", file=sys.stderr)
-    run = Run(world, settings, where)
+    run = Run(world, settings, where, trial=spec is not None)
     if spec is not None:
-        (Probe if spec.reference is None else Recorder)(run, spec)
+        tool = Probe if spec.reference is None else Recorder
+        run.observe(lambda run, parts: tool(run, parts, spec))
     if settings.trace is not None:
-        Tracer(run, settings.trace)
+        path = settings.trace
+        run.observe(lambda run, parts: Tracer(run, parts, path))
     _open.append(run)
     return run
 
@@ -171,8 +173,8 @@ def _explain() -> None:
 
 def _hand_on(error: BaseException) -> None:
     """An uncaught error ends this process: what it has of the open run may help those that start it again."""
-    if _open and _open[-1].newest is not None:
-        _open[-1].newest.hand_on(error)
+    if _open:
+        _open[-1].restarts.hand_on(error)
 
 
 def current() -> Run | None:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.comm.mesh import Mesh
 from paceline.comm.scalars import scalar, wide_dtype
 from paceline.comm.tree_sums import TreeSums
-from paceline.step.gradients import Accounts, Counts
+from paceline.step.accounts import Accounts, Counts
 from paceline.step.loss import local_loss
 from paceline.step.tree_accounts import TreeAccounts
 from paceline.strategies.base import Piece, Term, Work

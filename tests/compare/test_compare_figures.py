@@ -58,6 +58,11 @@ def record(steps: list[dict[str, Any]], **values: Any) -> dict[str, Any]:
     return known | {"steps": steps} | values
 
 
+def printed(rows: list[Row]) -> str:
+    options = CompareOptions(Script("x.py", (), False, {}), 1)
+    return render_table(make_document(options, 1, Length(3, 1, 9.0), rows)["rows"])
+
+
 # --- examples, bytes, time
 
 
@@ -195,7 +200,7 @@ def test_strategies_on_one_process_are_rows_that_say_what_they_are() -> None:
     as_single = [case.name for case in cases if case.as_single]
     assert as_single == ["data_parallel", "tensor", "pipeline", "shared"]
     rows = [replace(row(case.name, 100.0 + number, 0.0), case=case) for number, case in enumerate(cases)]
-    table = render_table(rows)
+    table = printed(rows)
     assert "\nStrategy tensor trains as 'single' does here, since this run has one process.\n" in table
     assert "\nStrategy fsdp shards nothing here, since this run has one process.\n" in table
     assert "Strategy parameter_server" not in table  # its server is a process beside the replica
@@ -205,39 +210,36 @@ def test_strategies_on_one_process_are_rows_that_say_what_they_are() -> None:
     assert "as fast within" not in chosen[1]
 
 
-def test_rounds_begin_with_another_case_and_leave_out_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [Case(name, StrategySpec("single"), 1) for name in "abc"]
-    tried: list[str] = []
-
-    def trial(script: Script, case: Case, length: Length, interrupts: Interrupts) -> Any:
-        tried.append(case.name)
-        return "it broke" if case.name == "b" else [record([step(n, [(0, 0, 8)]) for n in range(3)])]
-
-    monkeypatch.setattr(rounds, "run_trial", trial)
-    options = CompareOptions(Script("x.py", (), False, {}), 1, rounds=3)
-    rows = rounds.run_rounds(options, asked, Length(3, 1, 9.0), Interrupts())
-    assert "".join(tried) == "abc" + "ca" + "ca"
-    assert [(row.case.name, row.failed) for row in rows] == [("a", None), ("b", "it broke"), ("c", None)]
-
-
-def tried(trial: Any, patch: pytest.MonkeyPatch, interrupts: Interrupts | None = None) -> list[Row]:
+def tried(trial: Any, patch: pytest.MonkeyPatch) -> list[Row]:
     """The rows of three rounds of a, b and c. trial: the case and the number of the trial -> what the trial gives."""
     asked = [Case(name, StrategySpec("single"), 1) for name in "abc"]
     count = iter(range(99))
     patch.setattr(rounds, "run_trial", lambda script, case, *_: trial(case.name, next(count)))
     options = CompareOptions(Script("x.py", (), False, {}), 1, rounds=3)
-    return rounds.run_rounds(options, asked, Length(3, 1, 9.0), interrupts or Interrupts())
+    return rounds.run_rounds(options, asked, Length(3, 1, 9.0), Interrupts())
 
 
 def measured(seconds: float = 0.5) -> Any:
     return [record([step(n, [(0, 0, 8)], seconds=seconds) for n in range(3)])]
 
 
+def test_rounds_begin_with_another_case_and_leave_out_what_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def trial(name: str, number: int) -> Any:
+        order.append(name)
+        return "it broke" if name == "b" else measured()
+
+    rows = tried(trial, monkeypatch)
+    assert "".join(order) == "abc" + "ca" + "ca"
+    assert [(row.case.name, row.failed) for row in rows] == [("a", None), ("b", "it broke"), ("c", None)]
+
+
 def test_what_was_measured_before_a_failure_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tried(lambda name, number: "it broke" if (name, number) == ("b", 3) else measured(), monkeypatch)
     assert [row.figures is not None and len(row.figures.rounds) for row in rows] == [3, 1, 3]
     assert [row.failed for row in rows] == [None, "in round 2: it broke", None]
-    assert "Failed after the rounds that the figures are of:\n  b: in round 2: it broke\n" in render_table(rows)
+    assert "Failed after the rounds that the figures are of:\n  b: in round 2: it broke\n" in printed(rows)
     entry = make_document(CompareOptions(Script("x.py", (), False, {}), 1), 1, Length(3, 1, 9.0), rows)["rows"][1]
     assert entry["failed"] == "in round 2: it broke"
     assert entry["examples_per_second_by_round"] == [16.0]
@@ -272,12 +274,8 @@ def test_a_signal_ends_the_rounds_and_leaves_what_was_measured(monkeypatch: pyte
     rows = tried(trial, monkeypatch)
     assert [row.figures is not None and len(row.figures.rounds) for row in rows] == [1, 2, 1]
     assert [row.failed for row in rows] == [None, None, None]
-    rows = tried(lambda name, number: measured() if not number else tried_to_stop(), monkeypatch)
+    rows = tried(lambda name, number: trial(name, 4 if number else 0), monkeypatch)
     assert [row.failed for row in rows] == [None, *["not tried: the command was stopped before"] * 2]
-
-
-def tried_to_stop() -> Any:
-    raise Stopped(2)
 
 
 def refuse(spec: StrategySpec | None, size: int | None, reproducible: int | None = None) -> int:
@@ -417,8 +415,8 @@ def test_the_page_counts_rounds_in_words(rounds: int, shown: str) -> None:
     page = render_page(make_document(options, 1, Length(1 if rounds == 1 else 30, 5, 9.0), rows))
     assert shown in page
     assert "1 replica;" in page
-    assert 'What failed in a later round</h2><table><tr><td>ddp</td><td class="why">in round 2: &lt;no&gt;' in page
-    assert 'Why losses differ</h2><table><tr><td>ddp</td><td class="why">unknown' in page
+    assert '[["Why losses differ","Failed in a later round"],["ddp","ddp"],["unknown; paceline' in page
+    assert '"in round 2: &lt;no&gt;"' in page
 
 
 @pytest.mark.parametrize(
@@ -436,9 +434,9 @@ def test_why_losses_differ(known: dict[str, Any], cause: str) -> None:
     assert (differs.cause or "").startswith(cause)
     assert alike.cause is None
     assert (row("ddp", 190, math.nan, **known).cause or "").startswith(cause)
-    table = " ".join(render_table([row("single", 100, 0.0), differs]).split())
+    table = " ".join(printed([row("single", 100, 0.0), differs]).split())
     assert f"Why losses differ: ddp: {cause}" in table
-    assert "Why losses differ" not in render_table([row("single", 100, 0.0), alike])
+    assert "Why losses differ" not in printed([row("single", 100, 0.0), alike])
 
 
 def test_the_report_says_by_which_command_and_on_what_it_was_measured() -> None:
@@ -458,13 +456,13 @@ def test_the_report_says_by_which_command_and_on_what_it_was_measured() -> None:
 def test_nothing_ran() -> None:
     failed = [Row(Case("single", StrategySpec("single"), 1), failed="<b>no</b> & " + "words " * 60)]
     assert recommend(failed) is None
-    assert max(map(len, render_table(failed).splitlines())) <= 118
+    assert max(map(len, printed(failed).splitlines())) <= 118
     options = CompareOptions(Script("<x>.py", ("a b",), False, {}), 1)
     document = make_document(options, 1, Length(30, 5, 9.0), failed)
     assert document["verdict"] is None
-    text = render_page(document).partition("</style>")[0] + render_page(document).rpartition("</script>")[2]
+    text = render_page(document).rpartition("Plotly.newPlot(")[2]
     assert "<b>" not in text
-    assert "&lt;b&gt;no&lt;/b&gt; &amp; words" in text
+    assert "&lt;b&gt;no&lt;\\u002fb&gt; &amp; words" in text
     assert "&lt;x&gt;.py" in text
 
 

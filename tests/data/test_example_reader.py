@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from paceline.data import randomness
 from paceline.data.batch_plan import one_shard
-from paceline.data.example_reader import _LOOKED_AT, ExampleReader, _reads_at_once
+from paceline.data.fetch import _LOOKED_AT, ExampleReader, _reads_at_once
 from paceline.data.sources import LoaderArguments, make_source
 
 N = 3 * _LOOKED_AT

@@ -166,10 +166,10 @@ def test_the_position_of_a_checkpoint_is_after_the_last_update() -> None:
         run.backward(loss)
         run.step(optimizer)
         assert loader.state_dict()["step"] == 2
-        assert not run._stepper.incomplete
+        assert not run._stepper.ownership.incomplete
         loss = one_head(model, next(batches))
         next(batches)
-        assert run._stepper.incomplete, "step 3 was computed, and its gradients are in no checkpoint"
+        assert run._stepper.ownership.incomplete, "step 3 was computed, and its gradients are in no checkpoint"
 
 
 @pytest.mark.ranks(1, 2, full=3)

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from tests.ports import free_port
 
-from paceline.doctor.findings import CAUSES, Finding
-from paceline.doctor.findings_text import text
+from paceline.doctor.findings import CAUSES, Finding, text
 
 PAGE = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
 SNIPPET = re.compile(r"<!-- not run: test_troubleshooting runs it as (\w+) -->\n```python\n(.*?)^```$", re.M | re.S)

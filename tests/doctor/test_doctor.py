@@ -20,14 +20,14 @@ from tests.doctor.planted import FOREIGN, HEALTHY, IN_LIBRARIES, PLANTED, SCRIPT
 from paceline.cli import main
 from paceline.doctor.doctor_command import diagnose
 from paceline.doctor.findings import CAUSES, Finding
-from paceline.doctor.rules.recorded_run import read_lines
+from paceline.observe.records import read_records
 from paceline.world import DOCTOR
 
 ROOT = Path(__file__).parents[2]
 TOGETHER = Path(__file__).with_name("together.py")
 CUT = {"no sampler", "no set_epoch", "padded sums", "clipped before unscaling",
        "unfrozen after DDP, and clipped", "the same size, another order",
-       "Paceline: a metric of a shard", "metric of a set that was cut", "smoothed and not divided",
+       "Paceline: a metric of a shard", "metric of a set that was cut", "not divided",
        "all on the first device", "DDP fails on an unused layer", "dropped without no_sync",
        "a second term per rank", "timesteps and noise of one seed"}  # fmt: skip
 
@@ -119,7 +119,7 @@ def test_the_whole_table(processes: int, bf16: bool, tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("library", sorted(set(FOREIGN.values())))
 def test_scripts_of_other_frameworks(library: str, tmp_path: Path) -> None:
-    """transformers.Trainer, Accelerate, Lightning, FSDP, and the idioms of torchvision and torchtitan."""
+    """transformers.Trainer, Accelerate, Lightning, FSDP, torchmetrics."""
     if importlib.util.find_spec(library) is None:  # to import it here would leave its threads in the tests' process
         pytest.skip(f"scripts for {library} need it")
     healthy = tuple(name for name, needs in FOREIGN.items() if needs == library)
@@ -261,7 +261,9 @@ def test_a_library_that_is_imported_first(library: str, tmp_path: Path) -> None:
     worker = [sys.executable, "-m", "paceline.doctor.doctor_worker", "script", str(script)]
     done = subprocess.run(worker, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert [e["at"] for e in read_lines(str(tmp_path / "rank-0.jsonl")) if e["k"] == "optimizer"] == [[str(script), 3]]
+    assert [e["at"] for e in read_records(str(tmp_path / "rank-0.jsonl")) if e["k"] == "optimizer"] == [
+        [str(script), 3]
+    ]
 
 
 def test_torch_that_was_loaded_unseen_is_told(tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.doctor.recorders.step_recorder import _describe_scheduler
+from paceline.doctor.recorders.step_recorder import describe_scheduler
 from paceline.doctor.rules import rate_rules, schedule_rules
-from paceline.doctor.rules.expressions import call_at, pieces
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
-from paceline.doctor.script_ast import world_pattern
+from paceline.observe.expressions import call_at, pieces, world_pattern
 
 
 def followed(folder: Path, text: str) -> list[str]:
@@ -81,7 +80,7 @@ def test_an_object_that_is_given_the_number_of_processes_is_not_that_number(tmp_
 )
 def test_the_length_of_a_lambda(function: Any, length: int | None) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
-    assert _describe_scheduler(torch.optim.lr_scheduler.LambdaLR(optimizer, function(40)))["horizon"] == length
+    assert describe_scheduler(torch.optim.lr_scheduler.LambdaLR(optimizer, function(40)))["horizon"] == length
 
 
 def scheduled(file: Path, horizon: int, count: int, kind: str = "CosineAnnealingLR") -> list[Event]:

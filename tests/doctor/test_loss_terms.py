@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.doctor.recorders.loss_terms import Term, loss_terms
+from paceline.doctor.recorders.loss_graph import Term, loss_terms
 from paceline.doctor.rules import loss_rules
-from paceline.doctor.rules.loss_lines import fractions_line, term_line
+from paceline.doctor.rules.loss_rules import fractions_line, term_line
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
 
 EXPERTS = 4

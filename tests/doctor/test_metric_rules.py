@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from paceline.doctor.recorders.loss_graph import mean_sizes
-from paceline.doctor.recorders.tensor_digests import padded_rows
 from paceline.doctor.recorders.variable_recorder import VariableRecorder
 from paceline.doctor.rules import metric_rules, model_rules
 from paceline.doctor.rules.gathered_results import uses_all
 from paceline.doctor.rules.padded_rows import equal_but_padding, lengths, unify_padded
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
+from paceline.observe.digests import padded_rows
+from paceline.observe.script_stack import ScriptStack
 
 # --- what a mean is divided by
 
@@ -129,7 +130,8 @@ def test_the_numbers_of_a_scripts_variables() -> None:
         def __init__(self) -> None:
             self.sum, self.count, self.name, self._own = 3.5, 4, "loss", 7
 
-    log = SimpleNamespace(owns=lambda file: file == __file__, models=None, overhead=contextlib.nullcontext)
+    stack, shared = ScriptStack([__file__]), SimpleNamespace(models=None)
+    log = SimpleNamespace(stack=stack, shared=shared, few=lambda *_: True, overhead=contextlib.nullcontext)
     recorder = VariableRecorder(log)  # type: ignore[arg-type]
     assert recorder.numbers() is None  # a model is trained
 

@@ -104,9 +104,9 @@ def scripted(x):
 
 x = torch.ones(8, 8)
 def taken(function):
-    log.draws.clear()
+    log.shared.draws.clear()
     function()
-    return len(log.draws.take(8)["draws"])
+    return len(log.shared.draws.take(8)["draws"])
 
 print([taken(f) for f in (
     lambda: torch.randn_like(x),

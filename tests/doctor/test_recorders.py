@@ -12,14 +12,16 @@ import torch
 from torch import nn
 
 from paceline.doctor.recorders.collective_recorder import CollectiveRecorder
-from paceline.doctor.recorders.output_recorder import _OutputRecorder
-from paceline.doctor.recorders.tensor_digests import tensors_in
+from paceline.doctor.recorders.output_recorder import OutputRecorder
+from paceline.doctor.recorders.shared_state import RecorderState, set_number
+from paceline.observe.digests import tensors_in
+from paceline.observe.patching import Patches
 
 
 def recorder(model: nn.Module, folder: Path) -> CollectiveRecorder:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.__dict__["_paceline_doctor"] = 0
-    log: Any = SimpleNamespace(optimizers=[optimizer], backward_since_step=False, clipped_gradients=set())
+    set_number(optimizer, 0)
+    log: Any = SimpleNamespace(shared=RecorderState("", 0, None, optimizers=[optimizer]))
     return CollectiveRecorder(log, str(folder / "collectives.jsonl"))
 
 
@@ -39,7 +41,7 @@ def test_a_copy_of_a_weight(tmp_path: Path) -> None:
     collectives = recorder(weight, tmp_path)
     assert collectives._identify(weight.weight.detach().clone()) == {"of": "weight", "copy": True}
     assert collectives._identify(torch.randn(8, 8)) == {}
-    collectives.log.backward_since_step = True  # a gradient may have these values, just before the step
+    collectives.log.shared.backward_since_step = True  # a gradient may have these values, just before the step
     assert collectives._identify(weight.weight.detach().clone()) == {}
 
 
@@ -51,9 +53,11 @@ def test_batches_that_are_no_dicts() -> None:
 
 def test_prints_into_memory() -> None:
     said: list[str] = []
-    log: Any = SimpleNamespace(active=True, caller=lambda: ["train.py", 7], variables=SimpleNamespace(numbers=dict))
+    stack, variables = SimpleNamespace(caller=lambda: ["train.py", 7]), SimpleNamespace(numbers=dict)
+    log: Any = SimpleNamespace(stack=stack, shared=RecorderState("", 0, None, variables=variables), few=lambda *_: True)
     log.record = lambda _, **fields: said.append(fields["text"])
-    printing = _OutputRecorder(log).wrap_print(print)
-    printing("accuracy 0.5", file=io.StringIO())
-    printing("accuracy 0.7")
+    module = SimpleNamespace(print=print)
+    Patches().around(module, "print", OutputRecorder(log).around_print)
+    module.print("accuracy 0.5", file=io.StringIO())
+    module.print("accuracy 0.7")
     assert said == ["accuracy 0.7"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from paceline.doctor import doctor_command
+from paceline.doctor.recorders.call_context import Choice, choice_at
 from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind
-from paceline.doctor.recorders.statements import Statement, statement_at
 from paceline.doctor.rules import collective_rules, cost_rules, data_rules, model_rules, replica_rules, schedule_rules
 from paceline.doctor.rules.collective_rules import CollectiveChecker
 from paceline.doctor.rules.evaluation_rules import _metric
 from paceline.doctor.rules.gathered_results import uses_all
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun
-from paceline.doctor.script_ast import accumulates
+from paceline.observe.expressions import accumulates
 
 AT = ["train.py", 7]
 
@@ -306,8 +305,12 @@ for name in sums:
         (14, "value", {"all_reduce", "value", "name"}, set(), {}),
     ],
 )
-def test_what_a_call_is_chosen_by(line: int, sent: str, names: Any, indices: Any, branches: Any) -> None:
-    assert statement_at(ast.parse(TEXT), line) == Statement(sent, frozenset(names), frozenset(indices), branches)
+def test_what_a_call_is_chosen_by(
+    line: int, sent: str, names: Any, indices: Any, branches: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(TEXT)
+    assert choice_at(str(file), line) == Choice(sent, frozenset(names), frozenset(indices), branches)
 
 
 def _scaled(loss: torch.Tensor, by: float) -> torch.Tensor:

@@ -7,8 +7,8 @@ import sys
 from types import FrameType
 from typing import Any
 
-from paceline.doctor.recorders.library_names import names_in
-from paceline.doctor.rules import shard_rules
+from paceline.doctor.recorders.call_context import library_names
+from paceline.doctor.rules import gradient_rules
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
 
 AT = ["muon.py", 7]
@@ -21,7 +21,7 @@ def steps(*kinds: str, exchanged: bool = False, count: int = 3) -> list[Event]:
 
 
 def found(events: list[Event]) -> list[tuple[str, str]]:
-    return [(f.cause, f.at) for f in shard_rules.findings(RecordedRun([events, events]))]
+    return [(f.cause, f.at) for f in gradient_rules.findings(RecordedRun([events, events]))]
 
 
 def test_products_and_norms_of_shards() -> None:
@@ -53,6 +53,6 @@ def reduce_all(values: dict[str, Any]) -> list[FrameType]:
 
 
 def test_the_names_by_which_a_library_chooses() -> None:
-    assert names_in([Metric("loss").reduce()]) == {"about.name of Metric": "loss", "kind of Metric": "mean"}
+    assert library_names([Metric("loss").reduce()]) == {"about.name of Metric": "loss", "kind of Metric": "mean"}
     inner = reduce_all({"loss": 1})[0]
-    assert "loss" in names_in([inner]).values()
+    assert "loss" in library_names([inner]).values()

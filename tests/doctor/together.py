@@ -50,7 +50,7 @@ def child(folder: Path, number: int, args: list[str]) -> None:
     except SystemExit:
         pass
     except BaseException:  # the child ends here
-        (folder / f"error-{log.rank}").write_text(traceback.format_exc())
+        (folder / f"error-{log.shared.rank}").write_text(traceback.format_exc())
         log.stop()
         os._exit(1)
     log.finish()

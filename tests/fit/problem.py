@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -108,3 +111,31 @@ def fitted(loss: Any = loss_fn, *, strategy: str | None = None, **options: Any) 
             **options,
         )
         return model, history
+
+
+@contextmanager
+def unchanged(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Weights, gradients, optimizer state and random generators are after the block as they were before it."""
+
+    def draws() -> tuple[Any, ...]:
+        return torch.rand(2).tolist(), random.random(), np.random.rand()
+
+    def seed() -> None:
+        for each in (torch.manual_seed, random.seed, np.random.seed):
+            each(3)
+
+    before, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    seed()
+    drawn = draws()
+    seed()
+    yield
+    assert draws() == drawn
+    equal(model, before)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        assert gradient is None or torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
+    after = optimizer.state_dict()
+    assert after["param_groups"] == state["param_groups"]
+    for number, own in after["state"].items():
+        assert torch.equal(own["momentum_buffer"], state["state"][number]["momentum_buffer"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -205,6 +206,22 @@ def test_what_there_is_not_is_refused_with_a_remedy() -> None:
     ):  # fmt: skip
         with pytest.raises((SettingError, UsageError), match=words):
             call()
+
+
+def test_every_form_of_a_collective_shows_its_name_and_its_settings() -> None:
+    settings = ["average", "name", "op", "prescale_factor", "postscale_factor", "process_set"]
+    for name in ("allreduce_", "allreduce_async", "allreduce_async_"):
+        for prefix, first in (("", "tensor"), ("grouped_", "tensors")):
+            made = getattr(hvd, prefix + name)
+            assert list(inspect.signature(made).parameters) == [first, *settings]
+            assert (made.__name__, made.__doc__[:11]) == (prefix + name, "`allreduce`")
+    assert list(inspect.signature(hvd.allreduce).parameters)[:5] == ["tensor", "average", "name", "compression", "op"]
+    assert str(inspect.signature(hvd.broadcast)).startswith("(tensor: 'Tensor', root_rank: 'int', name: 'str | None'")
+    for name in hvd.__all__:
+        thing = getattr(hvd, name)
+        if inspect.isfunction(thing) and not name.startswith(("mpi", "gloo", "ddl", "ccl", "remove")):
+            assert thing.__name__ == name
+            assert thing.__doc__
 
 
 @pytest.mark.ranks(2)

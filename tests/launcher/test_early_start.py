@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from tests.launcher.test_launch import Launches, launches  # noqa: F401  # a fixture
+from tests.launcher.launches import Launches
 
 from paceline.errors import LaunchError
 from paceline.launcher import early_start
@@ -30,7 +30,7 @@ def python(code: str) -> str:
 
 
 @needs_linux
-def test_ranks_start_while_the_launcher_has_no_torch(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_ranks_start_while_the_launcher_has_no_torch(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher's own torch is one that waits until the ranks have begun; the ranks' is torch."""
     (launches.directory / "slow").mkdir()
     (launches.directory / "slow" / "sitecustomize.py").write_text(
@@ -128,7 +128,7 @@ def test_a_collector_that_the_script_has_switched_off_stays_so() -> None:
     assert python(LOADED.format(before="gc.disable()")).split()[:2] == ["False", "False"]
 
 
-def test_a_script_without_torch_is_collected_as_ever(launches: Launches) -> None:  # noqa: F811
+def test_a_script_without_torch_is_collected_as_ever(launches: Launches) -> None:
     script = launches.script("import gc\nprint(gc.isenabled(), gc.get_freeze_count())")
     assert launches.run(script)[:2] == (0, "True 0\n")
 
@@ -148,7 +148,7 @@ def test_torch_that_is_not_there_is_missed_as_ever() -> None:
     assert said == "torch"
 
 
-def test_objects_of_the_script_are_still_collected(launches: Launches) -> None:  # noqa: F811
+def test_objects_of_the_script_are_still_collected(launches: Launches) -> None:
     script = launches.script("""
         import gc, weakref, torch
         class Node: pass

@@ -5,111 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
-import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import psutil
 import pytest
+from tests.launcher.launches import DEADLINE_SECONDS, Launches, marked, wait_for
 from tests.ranks import children
 
 from paceline import launcher
 from paceline.errors import LaunchError
 from paceline.launcher import process_state, processes
 from paceline.launcher.interrupts import Interrupts, Stopped
-
-DEADLINE_SECONDS = 60.0  # for what takes two seconds on an idle machine
-MARK = "PACELINE_TEST_MARK"  # every descendant of a launch inherits it
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = DEADLINE_SECONDS) -> float:
-    """Seconds waited."""
-    start = time.monotonic()
-    while not condition():
-        assert time.monotonic() - start < seconds, f"not within {seconds} s: {what}"
-        time.sleep(0.02)
-    return time.monotonic() - start
-
-
-def marked(mark: str) -> list[psutil.Process]:
-    """All living processes that descend from a launch, also those whose parent has gone."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue
-    return found
-
-
-class Launches:
-    """Starts `paceline run` in a directory of its own, and ends what a failed test leaves."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.mark = uuid.uuid4().hex
-        # Short: sockets' paths end at 107 characters, and DataLoader's workers, which have theirs here, wait for ever.
-        self.temporary = Path(tempfile.mkdtemp(prefix="paceline-"))
-        self.environ = {**os.environ, MARK: self.mark, "TMPDIR": str(self.temporary)}
-        self._started: list[subprocess.Popen[str]] = []
-
-    def script(self, code: str, name: str = "script.py") -> str:
-        (self.directory / name).write_text(textwrap.dedent(code))
-        return name
-
-    def start(self, *line: str, program: tuple[str, str] = ("-m", "paceline")) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *program, "run", *line],
-            cwd=self.directory,
-            env=self.environ,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        self._started.append(process)
-        return process
-
-    def end(self, process: subprocess.Popen[str]) -> tuple[int, str, str]:
-        """(exit code, stdout, stderr); nothing is left of the launch, no process and no file."""
-        out, err = process.communicate(timeout=DEADLINE_SECONDS)
-        assert marked(self.mark) == []
-        assert list(self.temporary.iterdir()) == []
-        return process.returncode, out, err
-
-    def run(self, *line: str) -> tuple[int, str, str]:
-        return self.end(self.start(*line))
-
-    def wait_for_file(self, *names: str) -> None:
-        wait_for(lambda: all((self.directory / name).exists() for name in names), f"the files {names}")
-
-    def close(self) -> list[int]:
-        left = [process.pid for process in marked(self.mark)]
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-        for process in self._started:
-            process.communicate(timeout=DEADLINE_SECONDS)
-        shutil.rmtree(self.temporary)
-        return left
-
-
-@pytest.fixture
-def launches(tmp_path: Path) -> Iterator[Launches]:
-    launches = Launches(tmp_path)
-    yield launches
-    assert launches.close() == []
-
 
 # ---------------------------------------------------------------- a good run
 

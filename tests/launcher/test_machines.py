@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +15,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.ports import free_port
+from tests.launcher.launches import DEADLINE_SECONDS, Machines, wait_for
 from torch import nn
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError, RendezvousTimeoutError
@@ -28,15 +23,13 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from paceline.data.randomness import permutation
 from paceline.errors import LaunchError
 from paceline.launcher import agent as agent_module
-from paceline.launcher import doors, rendezvous, supervise
-from paceline.launcher.early_start import listen
-from paceline.launcher.nodes import read_nodes
+from paceline.launcher import rendezvous, supervise
+from paceline.launcher.checks import is_local, listen
+from paceline.launcher.nodes import Nodes, read_nodes
 from paceline.launcher.plan import Plan
-from paceline.launcher.rendezvous import _is_local
 from paceline.launcher.secret import write_secret
+from paceline.launcher.tunnel import open_keeper
 from paceline.world import CLOSED, SAVED, SAVES, take_back, tell_launcher
-
-DEADLINE_SECONDS = 90.0  # for what takes some six seconds on an idle machine
 
 SCRIPT = """
 import os, signal, sys, time
@@ -61,92 +54,20 @@ print("end", rank)
 """
 
 
-class Machines:
-    """Launchers in one directory."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        (directory / "script.py").write_text(SCRIPT)
-        self.port = free_port()
-        self.launchers: list[subprocess.Popen[str]] = []
-
-    def start(self, mode: str, *options: str) -> None:
-        command = [sys.executable, "-m", "paceline", "run", *options, "script.py", mode]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.directory)}
-        pipe = subprocess.PIPE
-        self.launchers.append(
-            subprocess.Popen(
-                command, cwd=self.directory, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-            )
-        )
-
-    def start_two(self, mode: str, *options: str) -> None:
-        for node in ("0", "1"):
-            place = [
-                "--nnodes",
-                "2",
-                "--node-rank",
-                node,
-                "--master-addr",
-                "127.0.0.1",
-                "--master-port",
-                str(self.port),
-            ]
-            self.start(mode, *place, *options)
-
-    def wait_for(self, *names: str) -> None:
-        self.wait_until(lambda: all((self.directory / name).exists() for name in names), f"no files {names}")
-
-    @staticmethod
-    def wait_until(condition: Callable[[], bool], otherwise: str = "it did not come to it") -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, otherwise
-            time.sleep(0.05)
-
-    def wait_until_listening(self) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while True:
-            with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", self.port)).close()
-                return
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    @staticmethod
-    def wait_for_word(launcher: subprocess.Popen[str], word: str) -> None:
-        """Until a line with it comes on the launcher's stderr. What comes before it is read and dropped."""
-        assert launcher.stderr is not None
-        for line in launcher.stderr:
-            if word in line:
-                return
-        pytest.fail(f"it ended without a line that has {word!r}")
-
-    def end(self) -> list[tuple[int, str, str]]:
-        """(exit code, stdout, stderr) of each launcher."""
-        found = [(launcher.communicate(timeout=DEADLINE_SECONDS), launcher.returncode) for launcher in self.launchers]
-        return [(code, out, err) for (out, err), code in found]
-
-    def close(self) -> None:
-        for launcher in self.launchers:
-            launcher.kill()
-            launcher.communicate()
-
-
 @pytest.fixture
 def machines(tmp_path: Path) -> Iterator[Machines]:
-    machines = Machines(tmp_path)
+    machines = Machines(tmp_path, SCRIPT)
     yield machines
     machines.close()
 
 
 def test_a_launcher_that_is_killed_while_it_waits_for_others_leaves_no_folder(machines: Machines) -> None:
     """It has no rank yet, and so nobody who watches over ranks."""
-    machines.start("once", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}")
+    machines.start("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}", "script.py", "once")
     machines.wait_until_listening()
-    assert list(machines.directory.glob("paceline-*"))
+    assert list(machines.temporary.iterdir())
     machines.launchers[0].kill()
-    machines.wait_until(lambda: not list(machines.directory.glob("paceline-*")), "its folder is left")
+    wait_for(lambda: not list(machines.temporary.iterdir()), "its folder is removed")
 
 
 @pytest.mark.conformance
@@ -154,7 +75,7 @@ def test_a_killed_worker_restarts_all_of_both_and_the_cause_is_told_on_both(mach
     """Their gloo meets anew, which needs a fresh store: torch's own agents hand on the old one. Then a second failure,
     for which there is no restart left."""
     machines.start_two("fail", "--max-restarts", "1")
-    first, second = machines.end()
+    first, second = machines.end_all()
     assert (first[0], second[0]) == (1, 1), (first, second)
     assert first[1] == "start 0 2 0\nstart 1 2 0\n"
     assert second[1] == "start 0 2 1\nstart 1 2 1\n"
@@ -168,10 +89,10 @@ def test_a_killed_worker_restarts_all_of_both_and_the_cause_is_told_on_both(mach
 @pytest.mark.full
 def test_a_killed_launcher_ends_the_other(machines: Machines) -> None:
     machines.start_two("long")
-    machines.wait_for("ready0-0", "ready1-0")
+    machines.wait_for_file("ready0-0", "ready1-0")
     worker = int((machines.directory / "ready0-0").read_text())
     machines.launchers[0].kill()  # it keeps the store as well
-    code, _, err = machines.end()[1]
+    code, _, err = machines.end_all()[1]
     assert code == 1
     assert "is lost" in err or "Connection closed by peer" in err or "Connection reset" in err
     assert "frame #" not in err
@@ -183,14 +104,13 @@ def test_a_killed_launcher_ends_the_other(machines: Machines) -> None:
 def test_a_launcher_that_kept_the_rendezvous_and_is_started_again_meets_the_others(machines: Machines) -> None:
     """As Kubernetes starts a pod again. Its ranks die with it; those of the other are ended, and all start again."""
     machines.start_two("long", "--max-restarts", "2")
-    machines.wait_for("ready0-0", "ready1-0")
+    machines.wait_for_file("ready0-0", "ready1-0")
     first = machines.launchers.pop(0)
     first.kill()
     first.communicate()
     machines.wait_for_word(machines.launchers[0], "is there again")
-    place = ["--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(machines.port)]
-    machines.start("long", *place, "--max-restarts", "2")
-    (_, told, _), (_, _, _) = found = machines.end()
+    machines.start_numbered(0, "long", "--max-restarts", "2")
+    (_, told, _), (_, _, _) = found = machines.end_all()
     assert [code for code, _, _ in found] == [0, 0], found
     assert told.splitlines()[-2:] == ["start 1 2 1", "end 1"], found
 
@@ -199,15 +119,14 @@ def test_a_launcher_that_kept_the_rendezvous_and_is_started_again_meets_the_othe
 @pytest.mark.timeout(300)
 def test_an_elastic_run_goes_on_where_the_launcher_that_kept_the_rendezvous_has_gone(machines: Machines) -> None:
     """Both are at the endpoint's machine, so that the other can keep it."""
-    place = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}", "--rdzv-conf", "last_call_timeout=1"]
-    machines.start("long until told", *place, "--max-restarts", "1")
+    machines.start_elastic("long until told", "--max-restarts", "1")
     machines.wait_until_listening()
-    machines.start("long until told", *place, "--max-restarts", "1")
+    machines.start_elastic("long until told", "--max-restarts", "1")
     # On a busy machine the first one begins alone, and all start again when the second has come.
-    machines.wait_until(lambda: bool(list(machines.directory.glob("ready1-*"))))
+    wait_for(lambda: bool(list(machines.directory.glob("ready1-*"))), "a second rank")
     (machines.directory / "told").touch()
     machines.launchers.pop(0).kill()
-    ((code, out, err),) = machines.end()
+    ((code, out, err),) = machines.end_all()
     assert code == 0, (out, err)
     last = out.splitlines()[-2:]
     assert re.fullmatch(r"start \d+ 1 0", last[0]), out
@@ -218,11 +137,10 @@ def test_an_elastic_run_goes_on_where_the_launcher_that_kept_the_rendezvous_has_
 @pytest.mark.full
 def test_a_machine_joins_a_run(machines: Machines) -> None:
     """c10d, one machine or two: all ranks start again when the second comes, and both end well."""
-    place = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}", "--rdzv-conf", "last_call_timeout=1"]
-    machines.start("long", *place)
-    machines.wait_for("ready0-0")
-    machines.start("long", *place)
-    both = machines.end()
+    machines.start_elastic("long")
+    machines.wait_for_file("ready0-0")
+    machines.start_elastic("long")
+    both = machines.end_all()
     assert [code for code, _, _ in both] == [0, 0], both
     assert both[0][1].startswith("start 0 1 0\n")
     last = sorted(line for _, out, _ in both for line in out.splitlines()[-2:])
@@ -264,12 +182,11 @@ run.export("model.safetensors")
 def test_no_step_is_made_again_when_a_machine_joins_a_run(machines: Machines) -> None:
     """The script saves nothing by itself: the ranks are asked to, before they start again with the second machine's."""
     (machines.directory / "script.py").write_text(TRAINING)
-    place = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}", "--rdzv-conf", "last_call_timeout=1"]
-    machines.start("ddp", *place)
-    machines.wait_for("under-way")
-    machines.start("ddp", *place)
+    machines.start_elastic("ddp")
+    machines.wait_for_file("under-way")
+    machines.start_elastic("ddp")
     (machines.directory / "come").touch()
-    both = machines.end()
+    both = machines.end_all()
     assert [code for code, _, _ in both] == [0, 0], both
     assert "paceline: machines have come: a checkpoint is saved after one of the next steps.\n" in both[0][2]
     made: dict[int, list[int]] = {}
@@ -318,7 +235,7 @@ def test_machines_with_fewer_processes_agree_on_their_number(machines: Machines)
     """--nproc MIN:MAX, on machines that are numbered: torch leaves the numbers of the former round in the store."""
     (machines.directory / "script.py").write_text(FEWER)
     machines.start_two("", "--nproc", "1:2", "--max-restarts", "1")
-    both = machines.end()
+    both = machines.end_all()
     assert [code for code, _, _ in both] == [0, 0], both
     places = {path.name: path.read_text() for path in machines.directory.glob("place-*")}
     assert places == {"place-0-0": "0/3", "place-0-1": "1/3", "place-1-0": "2/3"}
@@ -366,10 +283,9 @@ def test_what_else_happens_while_ranks_are_to_save_for_a_machine_that_comes(
     machines: Machines, case: str, code: int, said: str
 ) -> None:
     (machines.directory / "script.py").write_text(WHILE_A_MACHINE_COMES)
-    place = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{machines.port}", "--rdzv-conf", "last_call_timeout=1"]
-    machines.start(case, *place)
-    machines.wait_for("under-way")
-    machines.start(case, *place)
+    machines.start_elastic(case)
+    machines.wait_for_file("under-way")
+    machines.start_elastic(case)
     if case == "asked":
         machines.wait_for_word(machines.launchers[0], "machines have come")
         machines.launchers[0].send_signal(signal.SIGUSR1)
@@ -425,10 +341,10 @@ def test_ranks_whose_run_has_ended_are_left_to_end_when_machines_come(
 
     def poll(asked: bool, machines_come: bool = False) -> None:
         told.append(machines_come)
-        agent._peers.was_asked = lambda: asked
+        agent._peers.count = lambda what: int(asked)
 
     agent._interrupts = SimpleNamespace(check=lambda: None, asked=None)
-    agent._peers = SimpleNamespace(poll=lambda: None, was_asked=lambda: False)
+    agent._peers = SimpleNamespace(poll=lambda: None, count=lambda what: 0)
     agent._endings, agent._ranks = {}, range(1)
     agent._processes, agent._plan = SimpleNamespace(pids=[0]), SimpleNamespace(monitor_seconds=0.0)
     agent._output, agent._stop_request = SimpleNamespace(show=lambda: None), SimpleNamespace(poll=poll)
@@ -442,11 +358,12 @@ def test_ranks_whose_run_has_ended_are_left_to_end_when_machines_come(
 
 def test_which_machine_keeps_the_rendezvous() -> None:
     """By address: torch goes by names, and does not know itself by the address of a second network."""
-    assert _is_local("127.0.0.1")
-    assert _is_local("localhost")
-    assert _is_local(socket.gethostname())
-    assert not _is_local("192.0.2.1")  # RFC 5737: nobody's
-    assert not _is_local("no-such-machine.invalid")
+    assert is_local("127.0.0.1")
+    assert is_local("localhost")
+    assert is_local(socket.gethostname())
+    assert not is_local("me@localhost")  # as another user: by ssh
+    assert not is_local("192.0.2.1")  # RFC 5737: nobody's
+    assert not is_local("no-such-machine.invalid")
 
 
 def test_a_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,28 +376,32 @@ def test_a_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
         nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}")
         with pytest.raises(LaunchError, match=f"something that is no launcher of this version listens on port {port}"):
             rendezvous.make_rendezvous(nodes)
-        nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}", rdzv_insecure=True)
-        with pytest.raises(LaunchError, match=f"what listens on port {port} does not answer as a launcher does"):
+        monkeypatch.setattr(rendezvous, "is_local", lambda host: False)
+        monkeypatch.setattr(Nodes, "tunnelled", True)  # as between machines
+        with pytest.raises(LaunchError, match=f"something that is no launcher of this version listens on port {port}"):
             rendezvous.make_rendezvous(nodes)
 
 
-def test_launchers_with_and_without_a_secret_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither is "something that is no launcher", to be ended."""
+@pytest.mark.parametrize("theirs", ["another secret", "none (--rdzv-insecure)", "torchrun's store"])
+def test_launchers_that_do_not_share_a_secret_are_told_so(
+    theirs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only torchrun's is "something that is no launcher"."""
     monkeypatch.setattr(rendezvous, "_PROBE_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous, "is_local", lambda host: False)
     file = tmp_path / "secret"
     write_secret(str(file))
-    keeper = doors.Doors(listen("127.0.0.1", 0), doors.KeeperDoor(file.read_text().strip().encode(), own_machine=False))
-    try:
-        nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{keeper.port}", rdzv_insecure=True)
-        with pytest.raises(LaunchError, match=r"the launcher there asks for a secret.*--rdzv-secret-file"):
-            rendezvous.make_rendezvous(nodes)
-    finally:
-        keeper.close()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's
+    if theirs == "torchrun's store":
+        store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        said = f"something that is no launcher of this version listens on port {store.port}"
+    else:
+        store = open_keeper(listen("127.0.0.1", 0), b"" if theirs.startswith("none") else b"k" * 32)
+        said = rf"does not accept the secret in {file} .*--rdzv-secret-file.*--rdzv-insecure"
     nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{store.port}", rdzv_secret_file=str(file))
-    monkeypatch.setattr(rendezvous, "_is_local", lambda host: False)
-    with pytest.raises(LaunchError, match=r"the launcher there asks nobody for a secret.*--rdzv-insecure"):
+    with pytest.raises(LaunchError, match=said):
         rendezvous.make_rendezvous(nodes)
+    if not theirs.startswith("torchrun"):
+        store.close()
 
 
 @pytest.mark.parametrize(

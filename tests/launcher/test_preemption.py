@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.launcher.launches import DEADLINE_SECONDS, Launches
 from tests.ports import free_port
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from C++
 
@@ -30,8 +31,6 @@ from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.stop_request import StopRequest
 from paceline.state.preemption import Preemption
 from paceline.world import CLOSED, DECIDE, END, LOOK, RESUMABLE, SAVED, SAVES, Preempted, told
-
-DEADLINE_SECONDS = 150.0  # for what takes four on an idle machine
 
 # The job of these tests. A file `hold` keeps it in place: after a step, or in the middle of a save.
 SCRIPT = r"""
@@ -87,57 +86,37 @@ run.print("ends at", run.steps, hashlib.sha256(bits).hexdigest()[:16])
 """
 
 
-class Job:
+class Job(Launches):
     """The script in a folder of its own."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        (folder / "train.py").write_text(SCRIPT)
-        self.started: list[subprocess.Popen[str]] = []
-
-    def start(self, *line: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "paceline", "run", *line],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        self.started.append(process)
-        return process
+        self.script(SCRIPT, "train.py")
 
     def start_alone(self, *line: str) -> subprocess.Popen[str]:
         """By plain python."""
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         process = subprocess.Popen([sys.executable, *line], cwd=self.folder, text=True, **pipes)
-        self.started.append(process)
+        self.launchers.append(process)
         return process
 
-    def run(self, *line: str) -> str:
-        """The last line of a whole run."""
-        out, err = self.start(*line).communicate(timeout=DEADLINE_SECONDS)
-        assert self.started[-1].returncode == 0, err
+    def last_line(self, *line: str) -> str:
+        """Of a whole run."""
+        code, out, err = self.run(*line)
+        assert code == 0, err
         return out.splitlines()[-1]
 
     def wait(self) -> None:
         """Until the script has said that it is where the test wants it."""
-        begin = time.monotonic()
-        while not (self.folder / "held").exists():
-            assert time.monotonic() - begin < DEADLINE_SECONDS
-            time.sleep(0.05)
+        self.wait_for_file("held")
 
     def signal(self, process: subprocess.Popen[str], signum: signal.Signals) -> None:
         """Once the script is there, and waits for it."""
         self.wait()
         process.send_signal(signum)
         (self.folder / "sent").touch()
-
-    def close(self) -> None:
-        for process in self.started:
-            process.kill()
-            process.communicate()
 
 
 @pytest.fixture
@@ -152,7 +131,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The last line of a run of two processes that was never stopped."""
     job = Job(tmp_path_factory.mktemp("whole"))
     try:
-        yield job.run("--nproc", "2", "train.py", "whole", "default")
+        yield job.last_line("--nproc", "2", "train.py", "whole", "default")
     finally:
         job.close()
 
@@ -178,7 +157,7 @@ def test_the_run_goes_on_to_the_same_bits(job: Job, whole: str, how: str, strate
     assert said[1] == ("SIGTERM" if grace else "SIGUSR1")
     assert Path(said[2]) == job.folder / "checkpoints"
     assert "ends at" not in out
-    assert job.run(*line, "train.py", how, strategy) == whole
+    assert job.last_line(*line, "train.py", how, strategy) == whole
 
 
 @pytest.mark.full
@@ -193,7 +172,7 @@ def test_a_signal_to_the_launcher_of_hosts_reaches_theirs(job: Job, whole: str, 
     assert process.returncode == RESUMABLE, err
     assert re.search(r"\[localhost\] paceline: stopped by SIGUSR1, after saving \S+/step-0*\d+\.", err), err
     assert "ends at" not in out
-    assert job.run(*line, "train.py", "step", "default").removeprefix("[localhost] ") == whole
+    assert job.last_line(*line, "train.py", "step", "default").removeprefix("[localhost] ") == whole
 
 
 FIT_SCRIPT = r"""
@@ -242,9 +221,9 @@ def test_a_fit_goes_on_to_the_same_losses_and_averages_of_sharded_weights(job: J
     _, err = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == RESUMABLE, err
     assert re.search(r"after saving \S+/step-0*(\d+)\.", err), err
-    resumed = job.run(*line, str(step))
+    resumed = job.last_line(*line, str(step))
     shutil.rmtree(job.folder / "checkpoints")
-    assert job.run(*line, "0") == resumed
+    assert job.last_line(*line, "0") == resumed
 
 
 @pytest.mark.full
@@ -256,7 +235,7 @@ def test_replicas_that_train_apart_stop_where_they_meet(job: Job) -> None:
     _, err = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == RESUMABLE, err
     assert (job.folder / "checkpoints" / "step-00000008").exists(), err
-    assert job.run(*line).startswith("ends at 24")
+    assert job.last_line(*line).startswith("ends at 24")
 
 
 @pytest.mark.full
@@ -269,7 +248,7 @@ def test_a_signal_to_one_of_two_launchers_stops_both(job: Job, whole: str) -> No
     told = [process.communicate(timeout=DEADLINE_SECONDS) for process in two]
     assert [process.returncode for process in two] == [RESUMABLE, RESUMABLE], told
     assert sum("after saving" in err for _, err in told) == 1
-    assert job.run("--nproc", "2", "train.py", "whole", "default") == whole
+    assert job.last_line("--nproc", "2", "train.py", "whole", "default") == whole
 
 
 @pytest.mark.full
@@ -287,22 +266,16 @@ def test_a_script_that_restores_nothing_is_told_and_goes_on_until_the_time_is_up
 
 
 class FakePeers:
-    count = 0  # of all
+    stops = 0  # of all
 
-    def add_stop(self) -> int:
-        FakePeers.count += 1
-        return FakePeers.count
-
-    def count_stops(self) -> int:
-        return FakePeers.count
-
-    def add_asked(self) -> None:
-        """Another matter: whether a signal has come."""
+    def count(self, what: str, more: int = 0) -> int:
+        FakePeers.stops += more if what == "stops" else 0  # "asked", whether a signal has come, is another matter
+        return FakePeers.stops
 
 
 def test_rank_0_decides_when_all_launchers_have_told_their_ranks(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("paceline.launcher.stop_request.POLL_SECONDS", 0.0)
-    FakePeers.count = 0
+    FakePeers.stops = 0
     requests = [StopRequest(str(tmp_path / f"{n}"), FakePeers(), n, 3) for n in range(3)]  # type: ignore[arg-type]
 
     def phases() -> list[int]:
@@ -320,6 +293,7 @@ def test_rank_0_decides_when_all_launchers_have_told_their_ranks(tmp_path: Path,
     assert phases() == [LOOK, LOOK, LOOK]
     requests[0].poll(asked=False)
     assert phases() == [DECIDE, LOOK, LOOK]
+    FakePeers.stops = 0
     alone = StopRequest(str(tmp_path / "0"), FakePeers(), 0, 1)  # type: ignore[arg-type]
     assert phases()[0] == 0
     alone.poll(asked=True)

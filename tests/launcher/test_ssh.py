@@ -33,7 +33,6 @@ from paceline.launcher.hosts import (
     refusal,
     ssh_command,
 )
-from paceline.launcher.ssh import is_this_machine
 
 
 @pytest.mark.parametrize(
@@ -199,12 +198,6 @@ def test_the_exit_code_of_all(ended: list[tuple[str, int | None]], code: int) ->
     assert exit_code(ended) == code
 
 
-def test_which_host_is_this_machine() -> None:
-    assert is_this_machine("localhost")
-    assert not is_this_machine("me@localhost")  # as another user: by ssh
-    assert not is_this_machine("198.51.100.1")  # RFC 5737: nobody's
-
-
 def run(*words: str) -> str:
     done = CliRunner().invoke(main, ["run", *words])
     assert done.exit_code == 2, done.output
@@ -272,13 +265,15 @@ def test_a_run_on_this_machine_needs_no_ssh(tmp_path: Path, capfd: pytest.Captur
 def test_being_asked_to_save_before_the_run_has_begun_there_does_not_end_it(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('it ran')\n")
     words = ["run", "--nproc", "1", "train.py"]
-    request = {"probe": False, "directory": str(tmp_path), "environ": {}, "address": "", "arguments": words}
+    asked = {"directory": str(tmp_path), "script": "train.py", "module": False}
+    job = {"environ": {}, "address": "", "arguments": words, "secret": None}
     start = [sys.executable, "-m", "paceline.on_host"]
     process = subprocess.Popen(start, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdin is not None
-    process.stdin.write(f"{json.dumps(request)}\nsave\n")
+    process.stdin.write(f"{json.dumps(asked)}\n{json.dumps(job)}\nsave\n")
     process.stdin.flush()
     assert process.stdout is not None
+    assert process.stdout.readline().startswith(MARK)
     assert process.stdout.read() == "it ran\n"  # to its end: the input stays open as long as the run is to live
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
@@ -287,11 +282,12 @@ def test_being_asked_to_save_before_the_run_has_begun_there_does_not_end_it(tmp_
 def test_an_error_of_the_launcher_on_a_host_is_shown() -> None:
     """Of Paceline itself, or of what is installed there, such as a torch that cannot be loaded."""
     fault = "import paceline.on_host as h\ndef fail(**_): raise ImportError('libtorch.so: no such file')\n"
-    request = {"probe": False, "directory": "/", "environ": {}, "address": "", "arguments": ["run", "train.py"]}
+    asked = {"directory": "/", "script": "os", "module": True}
+    job = {"environ": {}, "address": "", "arguments": ["run", "train.py"], "secret": None}
     start = [sys.executable, "-c", f"{fault}h.command_line = fail\nh.main()"]
     process = subprocess.Popen(start, text=True, stdin=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdin is not None
-    process.stdin.write(f"{json.dumps(request)}\n")
+    process.stdin.write(f"{json.dumps(asked)}\n{json.dumps(job)}\n")
     process.stdin.flush()
     assert process.stderr is not None
     error = process.stderr.read()  # to its end: were the input to end, so would the launcher

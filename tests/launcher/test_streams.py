@@ -173,15 +173,8 @@ def test_messages_of_a_rank_go_into_memory_where_the_disk_takes_none(tmp_path: P
     assert not tell_launcher({}, LEFT)
 
 
-class Alone:
-    """The peers of the only launcher."""
-
-    def add_asked(self) -> None:
-        """Nobody listens."""
-
-
 def test_a_stop_file_that_cannot_be_written_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    request = StopRequest(str(tmp_path / "gone" / "stop-1"), Alone(), 0, 1)  # type: ignore[arg-type]
+    request = StopRequest(str(tmp_path / "gone" / "stop-1"), None, 0, 1)  # type: ignore[arg-type]
     request.poll(asked=True)
     request.end()
     assert not request.works

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tests.strategies import checks
 from tests.strategies.checks import started
-from tests.strategies.exported import whole
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -200,46 +200,29 @@ Build = Callable[[], nn.Module]
 
 
 def make(build: Build, adam: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = build().double()
-    if adam:
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
-    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return checks.make(build, adam)
 
 
 def plainly(build: Build, loss_fn: Any, adam: bool = False) -> nn.Module:
-    model, optimizer = make(build, adam)
-    data: Any = images() if loss_fn is by_class else Sentences()
-    for _ in range(EPOCHS):
-        for start in range(0, N, BATCH):
-            batch = torch.utils.data.default_collate([data[i] for i in range(start, min(start + BATCH, N))])
-            loss = loss_fn(model, batch)
-            loss = loss.sum / loss.count if isinstance(loss, paceline.Total) else loss
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-    return model
+    rows = images() if loss_fn is by_class else Sentences()
+    return checks.plainly(build, loss_fn, adam, given=rows, epochs=EPOCHS, batch=BATCH)
 
 
 def trained(
     build: Build, loss_fn: Any, strategy: Any, *, adam: bool = False, micro: int | None = None, loop: bool = False
-) -> dict[str, Tensor]:
-    with started(strategy=strategy) as run:
-        model, optimizer = run.prepare(*make(build, adam))
-        data: Any = images() if loss_fn is by_class else Sentences()
-        loader = run.loader(data, global_batch=BATCH, micro_batch=micro)
-        for _ in run.epochs(EPOCHS):
-            for batch in loader:
-                if loop:
-                    loss = loss_fn(model, batch)
-                    if isinstance(loss, paceline.Total):
-                        run.backward(loss.sum / loss.count, count=loss.count)
-                    else:
-                        run.backward(loss)
-                else:
-                    run.forward_backward(loss_fn, model, batch)
-                run.step(optimizer)
-        return whole(run)
+) -> nn.Module:
+    rows = images() if loss_fn is by_class else Sentences()
+    return checks.under_paceline(
+        build,
+        loss_fn,
+        strategy=strategy,
+        adam=adam,
+        micro=micro,
+        closure=not loop,
+        given=rows,
+        epochs=EPOCHS,
+        batch=BATCH,
+    )
 
 
 def sized(name: str) -> str:
@@ -255,9 +238,6 @@ def refused(build: Build, loss_fn: Any, strategy: Any, kind: type[Exception], *w
         assert all(word in str(error) for word in words), error
     else:
         raise AssertionError(words)
-
-
-# --- tensor
 
 
 # --- pipeline
@@ -324,11 +304,6 @@ def decayed(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     """Reads all weights in the closure: every stage must have what it reads."""
     total = by_logits(model, batch)
     return total, sum(p.square().sum() for p in model.parameters()) * 1e-3
-
-
-def decayed_by_hand(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    total, mean = decayed(model, batch)
-    return total.sum / total.count + mean
 
 
 class Doubled(torch.autograd.Function):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import paceline
+from paceline.comm import collectives
 from paceline.step import call_check
 
 N, BATCH, EPOCHS = 22, 5, 3  # the last global batch has 2 examples: an empty shard on 3 processes
@@ -20,7 +25,8 @@ G = torch.Generator().manual_seed(7)
 X = torch.randn(N, 6, generator=G, dtype=torch.float64)
 TOKENS = torch.randint(9, (N, 4), generator=G)
 Y = torch.randint(3, (N,), generator=G)
-Loss = Callable[[nn.Module, list[Tensor]], Any]
+Loss = Callable[[Any, Any], Any]
+Make = Callable[[Any], torch.optim.Optimizer]
 
 
 class Net(nn.Module):
@@ -42,8 +48,8 @@ class Net(nn.Module):
         return self.trunk(x + self.embed(tokens).mean(1)).tanh()
 
 
-def data() -> TensorDataset:
-    return TensorDataset(X, TOKENS, Y)
+def data(dtype: torch.dtype = torch.float64) -> TensorDataset:
+    return TensorDataset(X.to(dtype), TOKENS, Y)
 
 
 def both_heads(model: nn.Module, batch: list[Tensor]) -> Tensor:
@@ -57,21 +63,59 @@ def one_head(model: nn.Module, batch: list[Tensor]) -> Tensor:
     return F.cross_entropy(model(x, tokens), y)
 
 
-def make(model: Callable[[], nn.Module], adam: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def make(
+    model: Callable[[], nn.Module], optimizer: bool | Make = sgd, dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """optimizer: what makes it; True: adamw, False: sgd."""
     torch.manual_seed(0)
-    built = model().double()
-    if adam:
-        return built, torch.optim.AdamW(built.parameters(), lr=0.01)
-    return built, torch.optim.SGD(built.parameters(), lr=0.05, momentum=0.9)
+    built = model().to(dtype)
+    if isinstance(optimizer, bool):
+        optimizer = adamw if optimizer else sgd
+    return built, optimizer(built.parameters())
 
 
-def plainly(model: Callable[[], nn.Module], loss_fn: Loss, adam: bool = False, wrong: float = 1.0) -> nn.Module:
-    built, optimizer = make(model, adam)
-    for _ in range(EPOCHS):
-        for start in range(0, N, BATCH):
-            (loss_fn(built, [t[start : start + BATCH] for t in (X, TOKENS, Y)]) * wrong).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+def by_hand(result: Any) -> Tensor:
+    """The loss that plain PyTorch minimises where a closure returns this."""
+    if isinstance(result, tuple):
+        return torch.stack([by_hand(item) for item in result]).sum()
+    loss: Tensor = result.sum / result.count if isinstance(result, paceline.Total) else result
+    return loss
+
+
+def plainly(
+    model: Callable[[], nn.Module],
+    loss_fn: Loss,
+    adam: bool | Make = False,
+    wrong: float = 1.0,
+    *,
+    given: Dataset[Any] | None = None,
+    epochs: int = EPOCHS,
+    batch: int = BATCH,
+    clip: float | None = None,
+    before: Callable[[Any, int], None] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> nn.Module:
+    """A job in plain PyTorch, every batch being the global batch. given: the data; those of this module if not given.
+    before: called with the model and the number of the step."""
+    built, optimizer = make(model, adam, dtype)
+    rows: Any = given or data(dtype)
+    for step, start in enumerate([*range(0, len(rows), batch)] * epochs):
+        if before is not None:
+            before(built, step)
+        examples = default_collate([rows[i] for i in range(start, min(start + batch, len(rows)))])
+        (by_hand(loss_fn(built, examples)) * wrong).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(built.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
     return built
 
 
@@ -96,24 +140,47 @@ def under_paceline(
     model: Callable[[], nn.Module],
     loss_fn: Loss,
     *,
-    adam: bool = False,
+    adam: bool | Make = False,
     closure: bool = True,
     micro: int | None = None,
+    given: Dataset[Any] | None = None,
+    epochs: int = EPOCHS,
+    batch: int = BATCH,
+    clip: float | None = None,
+    before: Callable[[Any, int], None] | None = None,
+    dtype: torch.dtype = torch.float64,
     **settings: Any,
 ) -> nn.Module:
+    """The same job under Paceline. Returns the whole model, on every process."""
     with started(**settings) as run:
-        built, optimizer = run.prepare(*make(model, adam))
-        loader = run.loader(data(), global_batch=BATCH, micro_batch=micro)
-        for _ in run.epochs(EPOCHS):
-            for batch in loader:
+        built, optimizer = run.prepare(*make(model, adam, dtype))
+        loader = run.loader(given or data(dtype), global_batch=batch, micro_batch=micro)
+        for _ in run.epochs(epochs):
+            for examples in loader:
+                if before is not None:
+                    before(built, run.steps)
+                optimizer.zero_grad()  # as scripts for one device have it
+                loss = loss_fn if closure else loss_fn(built, examples)
                 if closure:
-                    run.forward_backward(loss_fn, built, batch)
+                    run.forward_backward(loss, built, examples)
+                elif isinstance(loss, paceline.Total):
+                    run.backward(by_hand(loss), count=loss.count)
                 else:
-                    run.backward(loss_fn(built, batch))
-                run.step(optimizer)
-        if run._strategy.plan.whole_shards:
-            run._strategy.state_dict()  # a process of a pipeline has a part of the model: now it has all
-    return built
+                    run.backward(loss)
+                run.step(optimizer, max_grad_norm=clip)
+        return whole(run, built, make(model, adam, dtype)[0])
+
+
+def whole(run: paceline.Run, model: nn.Module, like: nn.Module) -> nn.Module:
+    """A plain model with the weights of a prepared one, on every process, as an export holds them."""
+    folder = run.broadcast(tempfile.mkdtemp() if run.main else "")
+    run.export(f"{folder}/model.safetensors", model)
+    collectives.barrier()
+    like.load_state_dict(load_file(f"{folder}/model.safetensors"), strict=False)  # tied weights are there once
+    collectives.barrier()
+    if run.main:
+        shutil.rmtree(folder)
+    return like
 
 
 def difference(one: nn.Module, other: nn.Module) -> float:
@@ -127,12 +194,49 @@ def same(one: nn.Module, other: nn.Module, tolerance: float = 1e-10) -> None:
 
 
 def named(function: Callable[[], object], error: type[Exception], *words: str) -> None:
+    """The function raises this error, with these words in its message, on every process."""
     try:
         function()
     except error as raised:
         assert all(word in str(raised) for word in words), str(raised)
     else:
         raise AssertionError(f"not noticed: {words}")
+
+
+def refused(error: type[Exception], words: str, function: Callable[[], object]) -> None:
+    named(function, error, words)
+
+
+def check_checkpoints(
+    build: Callable[[], nn.Module],
+    loss_fn: Loss,
+    others: Sequence[Any],
+    *,
+    optimizer: bool | Make = adamw,
+    dtype: torch.dtype = torch.float64,
+    tolerance: float = 1e-8,
+) -> None:
+    """Each strategy goes on from a checkpoint of another, ddp among them, and ends with plain PyTorch's weights."""
+    folder = collectives.broadcast_object(tempfile.mkdtemp() if collectives.rank_of() == 0 else "")
+    reference = plainly(build, loss_fn, optimizer, dtype=dtype)
+    for number, (before, after) in enumerate(zip(["ddp", *others], [*others, "ddp"], strict=True)):
+        place = Path(folder) / str(number)
+        for strategy, stop in ((before, 7), (after, None)):
+            with started(strategy=strategy) as run:
+                model, its = run.prepare(*make(build, optimizer, dtype))
+                loader = run.loader(data(dtype), global_batch=BATCH)
+                assert run.restore(place, missing_ok=True) == (stop is None)
+                for _ in run.epochs(EPOCHS):
+                    for batch in loader:
+                        run.forward_backward(loss_fn, model, batch)
+                        run.step(its)
+                        if run.steps == stop:
+                            run.save(place)
+                            break
+                    if run.steps == stop:
+                        break
+                if stop is None:
+                    same(whole(run, model, make(build, optimizer, dtype)[0]), reference, tolerance)
 
 
 def by_data(model: nn.Module, batch: list[Tensor]) -> Tensor:

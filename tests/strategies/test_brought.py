@@ -181,7 +181,8 @@ def recorded(model: nn.Module) -> tuple[Calls, Any]:
         loss = by_logits(model, batch)
         return [Term(loss.sum, loss.count)]
 
-    return calls, calls.record(compute)
+    with calls.intercepted():
+        return calls, calls.record(compute)
 
 
 def test_cuts_are_where_one_tensor_is_all_that_is_needed_later() -> None:
@@ -193,14 +194,13 @@ def test_cuts_are_where_one_tensor_is_all_that_is_needed_later() -> None:
     assert "h.1.ln_2" in names, "between attention and MLP"
     assert not any("c_proj" in name or "leave" in name for name in names), "within a residual branch two are needed"
     assert "lm_head" in names
-    assert calls.units(record).names[0] == "wte"
+    assert calls.stretches(record)[0] == "wte"
     first, second = calls.holdings(record, [cut for cut in record.cuts if cut.name == "h.2"])
     assert any(p is model.wte.weight for p in first.parameters())
     assert any(p is model.wte.weight for p in second.parameters()), "the head is tied to it"
     assert {id(p) for p in second.parameters()} >= {id(p) for p in model.h[2].parameters()}
     assert not {id(p) for p in first.parameters()} & {id(p) for p in model.h[2].parameters()}
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    calls.release()
     assert type(model(torch.zeros(1, 3, dtype=torch.long)).logits) is Tensor
 
 
@@ -216,7 +216,7 @@ def test_places_are_found_without_a_run() -> None:
 
 def test_calls_of_one_layer_have_numbers() -> None:
     calls, record = recorded(Repeated())
-    names = calls.units(record).names
+    names = calls.stretches(record)
     assert [name for name in names if name.startswith("layer#")] == ["layer#1", "layer#2", "layer#3", "layer#4"]
     size = dict(zip(names, calls.sizes(record), strict=True))
     assert size["layer#2"] == size["layer#3"] > 100, "it counts each time"

@@ -28,7 +28,6 @@ BAD = [  # spec, processes (None: not known), what the message holds
     ("ddp:bucket_mb=big", 2, "bucket_mb='big': a number is needed"),
     ("ddp:bucket_mb=0", 2, "bucket_mb=0.0"),
     ("ddp:bucket_mb=nan", None, "bucket_mb=nan"),
-    ("ddp:bucket_mb=inf", None, "bucket_mb=inf"),
     ("ddp:static_graph=maybe", 2, "true or false is needed"),
     ("ddp:static_graph=true,find_unused=true", 2, "contradict"),
     ("ddp:reducer=rings", 2, "Did you mean 'ring'"),

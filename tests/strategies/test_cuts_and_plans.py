@@ -1,20 +1,16 @@
-"""How tensor and pipeline find what to cut, and what a closure may not do in a pipeline: on one process."""
+"""How tensor and pipeline find what to cut: on one process."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from paceline.errors import ModelError, UsageError
-from paceline.strategies.base import Term
+from paceline.errors import ModelError
 from paceline.strategies.kit import dtensor_context
 from paceline.strategies.pipeline import pipeline_cut
-from paceline.strategies.pipeline.pipeline_loss import ModelStub, terms_from
 from paceline.strategies.tensor import tensor_plan
 
 
@@ -30,47 +26,6 @@ def test_balanced_cuts_make_the_largest_part_as_small_as_can_be(stages: int) -> 
         largest = max(sum(sizes[a:b]) for a, b in pairwise(cuts))
         inner = torch.combinations(torch.arange(1, 7), stages - 1).tolist() if stages > 1 else [[]]
         assert largest == min(max(sum(sizes[a:b]) for a, b in pairwise([0, *c, 7])) for c in inner)
-
-
-def test_the_units_of_a_model_compute_what_it_computes() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(9, 8), nn.Linear(8, 3)
-            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
-            self.positions = nn.Parameter(torch.randn(5, 8))
-
-        def forward(self, tokens: torch.Tensor, shift: float | None = None) -> torch.Tensor:
-            h = self.embed(tokens) + self.positions[: tokens.size(1)]
-            for block in self.blocks:
-                h = h + block(h)
-                h.mul_(0.5)  # in place, and its result is not used
-            return self.head(h).mean(1)
-
-    model = Model()
-    units = pipeline_cut.units_of(model)
-    assert len(units) >= 5, units.names
-    tokens = torch.randint(9, (4, 5))
-    value = tokens
-    for unit in units.modules:
-        value = unit(value)
-    assert torch.equal(value, model(tokens))
-    assert {id(p) for unit in units.modules for p in unit.parameters()} == {id(p) for p in model.parameters()}
-    assert units.mode is None
-
-
-def test_a_model_that_computes_otherwise_in_evaluation_is_cut_for_one_of_both() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.b(torch.dropout(self.a(x), 0.5, self.training))
-
-    model = Model()
-    assert pipeline_cut.units_of(model).mode is True
-    assert pipeline_cut.units_of(model.eval()).mode is False
 
 
 @pytest.mark.parametrize(
@@ -133,29 +88,3 @@ def test_blocks_are_found() -> None:
     assert not tensor_plan.found(shared, 2)[0]
     with pytest.raises(ModelError, match="share a parameter"):
         tensor_plan.matched(shared, {"a.up_proj": "column", "b.up_proj": "row"}, 2)
-
-
-def test_a_closure_that_calls_the_model_twice_is_refused_in_a_pipeline() -> None:
-    """One input goes through the stages: the second call would get the output of the first."""
-    model = ModelStub(torch.ones(2, 3))
-    assert model(torch.zeros(2, 3)).sum() == 6
-    with pytest.raises(UsageError, match=r"a second time.*torch\.cat"):
-        model(torch.ones(2, 3))
-
-
-def test_a_closure_that_differentiates_by_its_input_is_refused_in_a_pipeline() -> None:
-    """The layers between are other processes'. By the output, which it has, it may."""
-    x = torch.ones(2, 3, requires_grad=True)
-
-    def penalty(model: Any, by_input: bool) -> Tensor:
-        output = model(x)
-        (slope,) = torch.autograd.grad(output.square().sum(), x if by_input else output, create_graph=True)
-        return slope.sum()
-
-    def terms(by_input: bool) -> list[Term]:
-        work = SimpleNamespace(compute=lambda model, piece, device: [Term(penalty(model, by_input), None)])
-        return terms_from(work, torch.ones(2, 3, requires_grad=True), None, torch.device("cpu"))  # type: ignore[arg-type]
-
-    assert float(terms(False)[0].value.detach()) == 12
-    with pytest.raises(UsageError, match=r"gradient penalty.*'ddp'"):
-        terms(True)

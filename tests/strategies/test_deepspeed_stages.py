@@ -9,28 +9,47 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
-from tests.strategies.checks import BATCH, TOKENS, N, Net, X, Y, both_heads, difference, one_head, started
+from tests.strategies import checks
+from tests.strategies.checks import (
+    BATCH,
+    TOKENS,
+    Loss,
+    Make,
+    N,
+    Net,
+    X,
+    Y,
+    adamw,
+    both_heads,
+    check_checkpoints,
+    data,
+    difference,
+    make,
+    one_head,
+    plainly,
+    refused,
+    sgd,
+    started,
+    under_paceline,
+    whole,
+)
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import collectives
-from paceline.errors import ModelError, NonFiniteError, PacelineError, UnusedParameterError, UsageError
+from paceline.errors import ModelError, NonFiniteError, UnusedParameterError, UsageError
 from paceline.strategies.deepspeed import deepspeed_config
 
 # On a CPU DeepSpeed compiles an extension at its first use, hence the deadline.
 pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 EPOCHS = 2  # of 5 steps; the last global batch has 2 examples
 NEAR = 2e-5  # of float32 over 10 steps
-Loss = Callable[[Any, list[Tensor]], Any]
-Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
 
 def stages(folder: Path) -> list[str]:
@@ -52,21 +71,9 @@ def deepspeed_is_there() -> None:
         pytest.fail('DeepSpeed is not installed: make test-system does it, or pip install "paceline[deepspeed]"', False)
 
 
-def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
 def groups(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     every = list(parameters)
     return torch.optim.AdamW([{"params": every[:3]}, {"params": every[3:], "lr": 0.003, "weight_decay": 0.1}], lr=0.01)
-
-
-def data() -> TensorDataset:
-    return TensorDataset(X.float(), TOKENS, Y)
 
 
 class Tied(nn.Module):
@@ -97,17 +104,8 @@ def counted_loss(model: Any, batch: list[Tensor]) -> Any:
     )
 
 
-def counted_by_hand(model: Any, batch: list[Tensor]) -> Tensor:
-    loss = counted_loss(model, batch)
-    return loss.sum / loss.count
-
-
 def two_denominators(model: Any, batch: list[Tensor]) -> Any:
     return counted_loss(model, batch), F.cross_entropy(model(*batch[:2]), batch[2])
-
-
-def two_by_hand(model: Any, batch: list[Tensor]) -> Tensor:
-    return counted_by_hand(model, batch) + F.cross_entropy(model(*batch[:2]), batch[2])
 
 
 def with_norm() -> nn.Module:
@@ -122,60 +120,14 @@ class Both(Net):
         return self.head(features) + self.spare(features).tanh()
 
 
-def built(kind: Callable[[], nn.Module], optimizer: Make) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = kind()
-    return model, optimizer(model.parameters())
+F32: Any = {"dtype": torch.float32}
+plain = partial(plainly, epochs=EPOCHS, **F32)
+made = partial(make, **F32)
+same = partial(checks.same, tolerance=NEAR)
 
 
-def plain(kind: Callable[[], nn.Module], loss_fn: Loss, make: Make, max_norm: float | None = None) -> nn.Module:
-    model, optimizer = built(kind, make)
-    for start in [*range(0, N, BATCH)] * EPOCHS:
-        loss_fn(model, [t[start : start + BATCH] for t in (X.float(), TOKENS, Y)]).backward()
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def ours(
-    kind: Callable[[], nn.Module],
-    loss_fn: Loss,
-    make: Make,
-    strategy: str,
-    *,
-    closure: bool = True,
-    micro: int | None = None,
-    max_norm: float | None = None,
-    **settings: Any,
-) -> nn.Module:
-    with started(strategy=strategy, **settings) as run:
-        model, optimizer = run.prepare(*built(kind, make))
-        loader = run.loader(data(), global_batch=BATCH, micro_batch=micro)
-        for _ in run.epochs(EPOCHS):
-            for batch in loader:
-                optimizer.zero_grad()  # as scripts for one device have it
-                if closure:
-                    run.forward_backward(loss_fn, model, batch)
-                else:
-                    run.backward(loss_fn(model, batch))
-                run.step(optimizer, max_grad_norm=max_norm)
-        return whole(run, model, built(kind, make)[0])
-
-
-def whole(run: paceline.Run, model: nn.Module, plain_one: nn.Module) -> nn.Module:
-    """A plain model with the weights of a prepared one, on every rank."""
-    path = FOLDER.parent / f"{collectives.broadcast_object(FOLDER.name)}.safetensors"
-    run.export(path, model)
-    collectives.barrier()
-    plain_one.load_state_dict(load_file(path), strict=False)  # tied weights are there once
-    collectives.barrier()
-    return plain_one
-
-
-def same(one: nn.Module, other: nn.Module, tolerance: float = NEAR) -> None:
-    assert difference(one, other) <= tolerance, difference(one, other)
+def ours(kind: Callable[[], nn.Module], loss_fn: Loss, optimizer: Make, strategy: str, **options: Any) -> nn.Module:
+    return under_paceline(kind, loss_fn, adam=optimizer, strategy=strategy, epochs=EPOCHS, **F32, **options)
 
 
 # --- the same model
@@ -185,28 +137,28 @@ def same(one: nn.Module, other: nn.Module, tolerance: float = NEAR) -> None:
 def test_loops_and_closures_with_micro_batches_train_as_plain_pytorch() -> None:
     wrong = plain(Both, lambda m, b: one_head(m, b) * 1.01, sgd)
     assert difference(wrong, plain(Both, one_head, sgd)) > 20 * NEAR
-    for make in (sgd, adamw):
-        reference = plain(Both, one_head, make)
+    for optimizer in (sgd, adamw):
+        reference = plain(Both, one_head, optimizer)
         for strategy in STAGES:
             for micro in (None, 1):
-                same(ours(Both, one_head, make, strategy, closure=micro is None, micro=micro), reference)
+                same(ours(Both, one_head, optimizer, strategy, closure=micro is None, micro=micro), reference)
 
 
 @pytest.mark.ranks(2, campaign=3)
 def test_clipping_counted_losses_and_odd_parameters_train_as_plain_pytorch() -> None:
-    for loss_fn, by_hand in ((counted_loss, counted_by_hand), (two_denominators, two_by_hand)):
-        reference = plain(Both, by_hand, sgd, max_norm=0.3)
-        assert difference(plain(Both, by_hand, sgd), reference) > 20 * NEAR
+    for loss_fn in (counted_loss, two_denominators):
+        reference = plain(Both, loss_fn, sgd, clip=0.3)
+        assert difference(plain(Both, loss_fn, sgd), reference) > 20 * NEAR
         for strategy in STAGES:
-            same(ours(Both, loss_fn, sgd, strategy, micro=1, max_norm=0.3), reference)
+            same(ours(Both, loss_fn, sgd, strategy, micro=1, clip=0.3), reference)
 
     def loss(model: Any, batch: list[Tensor]) -> Tensor:
         return F.cross_entropy(model(*batch[:2]), batch[2])
 
-    for make in (sgd, groups):
-        odd = plain(Tied, loss, make, max_norm=0.5)
+    for optimizer in (sgd, groups):
+        odd = plain(Tied, loss, optimizer, clip=0.5)
         for strategy in STAGES:
-            same(ours(Tied, loss, make, strategy, max_norm=0.5), odd)
+            same(ours(Tied, loss, optimizer, strategy, clip=0.5), odd)
 
 
 @pytest.mark.ranks(2, campaign=3)
@@ -239,7 +191,7 @@ def test_several_losses_schedules_evaluation_and_weights_that_a_script_writes() 
         with torch.no_grad():
             model.trunk[0].weight.clamp_(-0.3, 0.3)
 
-    model, optimizer = built(Both, sgd)
+    model, optimizer = made(Both, sgd)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     for start in range(0, N, BATCH):
         x, tokens, y = (t[start : start + BATCH] for t in (X.float(), TOKENS, Y))
@@ -250,9 +202,9 @@ def test_several_losses_schedules_evaluation_and_weights_that_a_script_writes() 
         clamp(model)
     for strategy in STAGES[:2]:  # in stage 3 a script cannot write to weights
         with started(strategy=strategy) as run:
-            own, own_optimizer = built(Both, sgd)
+            own, own_optimizer = made(Both, sgd)
             run.prepare(own, own_optimizer, torch.optim.lr_scheduler.ExponentialLR(own_optimizer, 0.7))
-            for x, tokens, y in run.loader(data(), global_batch=BATCH, micro_batch=2):
+            for x, tokens, y in run.loader(data(torch.float32), global_batch=BATCH, micro_batch=2):
                 run.backward(F.cross_entropy(own(x, tokens), y))
                 run.backward(own(x, tokens).square().mean(1).mean())
                 with torch.no_grad():
@@ -262,19 +214,19 @@ def test_several_losses_schedules_evaluation_and_weights_that_a_script_writes() 
             same(own, model)
     for strategy in STAGES:
         with started(strategy=strategy) as run:
-            own, _ = run.prepare(*built(Both, sgd))
-            found = run.predict(own, data(), global_batch=4, fn=lambda m, b: m(b[0], b[1]))
-            torch.testing.assert_close(found, built(Both, sgd)[0](X.float(), TOKENS).detach())
+            own, _ = run.prepare(*made(Both, sgd))
+            found = run.predict(own, data(torch.float32), global_batch=4, fn=lambda m, b: m(b[0], b[1]))
+            torch.testing.assert_close(found, made(Both, sgd)[0](X.float(), TOKENS).detach())
 
 
 @pytest.mark.ranks(2, campaign=3)
 def test_bf16_is_that_of_ddp_and_fp16_overflows_are_skipped_alike() -> None:
     near = ours(Both, one_head, sgd, "ddp", precision="bf16")
     for strategy in STAGES:
-        same(ours(Both, one_head, sgd, strategy, precision="bf16"), near, 1e-3)
+        same(ours(Both, one_head, sgd, strategy, precision="bf16"), near, tolerance=1e-3)
         with started(strategy=strategy, precision="fp16") as run:
-            model, optimizer = run.prepare(*built(Both, sgd))
-            loader = run.loader(data(), global_batch=6)
+            model, optimizer = run.prepare(*made(Both, sgd))
+            loader = run.loader(data(torch.float32), global_batch=6)
             for batch in loader:
                 optimizer.zero_grad()
                 before = whole(run, model, Both()).head.weight.detach().clone()
@@ -290,83 +242,27 @@ def test_bf16_is_that_of_ddp_and_fp16_overflows_are_skipped_alike() -> None:
 def test_a_loss_that_is_not_finite_stops_all_ranks() -> None:
     for strategy in STAGES:
         with started(strategy=strategy) as run:
-            model, optimizer = run.prepare(*built(Both, sgd))
-            for batch in run.loader(data(), global_batch=6):
+            model, optimizer = run.prepare(*made(Both, sgd))
+            for batch in run.loader(data(torch.float32), global_batch=6):
                 factor = float("nan") if run.world.rank == 1 else 1.0
                 run.backward(one_head(model, batch) * factor)
                 refused(NonFiniteError, "rank 1: loss nan on the examples", lambda run=run, o=optimizer: run.step(o))
                 break
 
 
-# --- checkpoints
-
-
-def saved(strategy: str, folder: str, make: Make) -> None:
-    with started(strategy=strategy) as run:
-        model, optimizer = run.prepare(*built(Both, make))
-        for batch in run.loader(data(), global_batch=BATCH):
-            run.forward_backward(one_head, model, batch)
-            run.step(optimizer)
-            if run.steps == 2:
-                run.save(folder)
-                break
-
-
-def resumed(strategy: str, folder: str, make: Make) -> nn.Module:
-    """Restored into another's weights; saved again at once; then trained to the end."""
-    with started(strategy=strategy) as run:
-        torch.manual_seed(1)
-        model = Both()
-        model, optimizer = run.prepare(model, make(model.parameters()))
-        loader = run.loader(data(), global_batch=BATCH)
-        run.restore(folder)
-        run.save(folder + "-again")
-        for _ in run.epochs(2):
-            for batch in loader:
-                run.forward_backward(one_head, model, batch)
-                run.step(optimizer)
-        return whole(run, model, Both())
-
-
-def files(folder: str) -> dict[str, Tensor]:
-    return {f"{f.stem}.{k}": t for f in Path(folder).glob("step-*/*.safetensors") for k, t in load_file(f).items()}
-
-
-def matrix(pairs: list[tuple[str, str]], make: Make) -> None:
-    with tempfile.TemporaryDirectory() as mine:
-        base = Path(collectives.broadcast_object(mine))
-        folders = {strategy: str(base / str(k)) for k, strategy in enumerate(dict.fromkeys(one for one, _ in pairs))}
-        for strategy, folder in folders.items():
-            saved(strategy, folder, make)
-        first = files(folders[pairs[0][0]])
-        assert sum("optimizer" in name for name in first) >= 8, list(first)
-        reference = plain(Both, one_head, make)
-        for one, other in pairs:
-            its = files(folders[one])
-            assert its.keys() == first.keys(), its.keys() ^ first.keys()
-            for name, tensor in first.items():
-                torch.testing.assert_close(its[name], tensor, rtol=1e-4, atol=1e-6)
-            same(resumed(other, folders[one], make), reference)
-            again = files(folders[one] + "-again")
-            assert all(torch.equal(again[name], tensor) for name, tensor in its.items()), (one, other)
-            collectives.barrier()
-            if collectives.rank_of() == 0:
-                shutil.rmtree(folders[one] + "-again")
-            collectives.barrier()
+# --- state
 
 
 @pytest.mark.ranks(2, campaign=3)
 def test_checkpoints_are_read_by_other_strategies() -> None:
-    """In mid-epoch; weights and optimizer state equal, bit for bit where nothing was trained between."""
-    one, two, three, whole_three = STAGES
-    ring = [("ddp", one), (one, two), (two, three), (three, "ddp"), (three, whole_three), (whole_three, "fsdp")]
-    matrix(ring, groups)
-    matrix(ring[:4], sgd)
+    """In mid-epoch."""
+    for optimizer, others in ((groups, [*STAGES, "fsdp"]), (sgd, STAGES[:3])):
+        check_checkpoints(Both, one_head, others, optimizer=optimizer, tolerance=NEAR, **F32)
 
 
 @pytest.mark.ranks(2, campaign=3)
 def test_state_may_be_loaded_before_prepare() -> None:
-    model, optimizer = built(Both, adamw)
+    model, optimizer = made(Both, adamw)
     batch = [X.float(), TOKENS, Y]
     one_head(model, batch).backward()
     optimizer.step()
@@ -376,11 +272,11 @@ def test_state_may_be_loaded_before_prepare() -> None:
     optimizer.step()
     for strategy in STAGES:
         with started(strategy=strategy) as run:
-            own, own_optimizer = built(Both, adamw)
+            own, own_optimizer = made(Both, adamw)
             own.load_state_dict(weights)
             own_optimizer.load_state_dict(copy.deepcopy(state))
             run.prepare(own, own_optimizer)
-            for given in run.loader(data(), global_batch=N):
+            for given in run.loader(data(torch.float32), global_batch=N):
                 run.forward_backward(one_head, own, given)
                 run.step(own_optimizer)
             same(whole(run, own, Both()), model)
@@ -409,19 +305,10 @@ def test_every_setting_of_a_json_that_is_taken_trains_as_plain_pytorch() -> None
         strategy = f"deepspeed:config={path}"
         same(ours(Both, one_head, groups, strategy, micro=None if number == 1 else 1), reference)
         if number in (0, 3):
-            matrix([("ddp", strategy), (strategy, "ddp")], groups)
+            check_checkpoints(Both, one_head, [strategy], optimizer=groups, tolerance=NEAR, **F32)
 
 
 # --- misuse
-
-
-def refused(error: type[PacelineError], words: str, function: Callable[[], object]) -> None:
-    try:
-        function()
-    except error as found:
-        assert words in str(found), found
-    else:
-        raise AssertionError(f"not refused: {words}")
 
 
 def prepared(*things: Any, strategy: str = "deepspeed") -> None:
@@ -444,7 +331,7 @@ def test_what_cannot_be_is_refused_with_its_remedy() -> None:
     refused(ModelError, "can be trained, but the optimizer", lambda: prepared(net, sgd(net.head.parameters())))
     with started(strategy="deepspeed") as run:
         model = run.prepare(Both())
-        for batch in run.loader(data(), global_batch=BATCH):
+        for batch in run.loader(data(torch.float32), global_batch=BATCH):
             loss = one_head(model, batch)
             refused(UsageError, "prepare the optimizer together", lambda run=run, loss=loss: run.backward(loss))
             break
@@ -458,7 +345,7 @@ def test_a_parameter_group_that_comes_later_is_refused() -> None:
             model.spare.requires_grad_(False)
             model, optimizer = run.prepare(model, sgd(p for p in model.parameters() if p.requires_grad))
             optimizer.add_param_group({"params": list(model.spare.parameters())})
-            for batch in run.loader(data(), global_batch=BATCH):
+            for batch in run.loader(data(torch.float32), global_batch=BATCH):
                 late = "a parameter group was added to the optimizer after"
                 refused(UsageError, late, lambda run=run, m=model, b=batch: run.forward_backward(one_head, m, b))
                 break
@@ -484,11 +371,11 @@ def test_parameters_that_stage_3_has_put_away_are_named() -> None:
             words = "Use strategy='deepspeed:stage=2'"
             refused(UsageError, words, lambda s=strategy, loss_fn=loss_fn: ours(Both, loss_fn, sgd, s))
         with started(strategy=strategy) as run:
-            model, _ = run.prepare(*built(Both, sgd))
+            model, _ = run.prepare(*made(Both, sgd))
             refused(UsageError, "cannot be copied with copy.deepcopy", lambda model=model: copy.deepcopy(model))
             with torch.no_grad():
                 model.trunk[0].weight.clamp_(-0.3, 0.3)
-            for batch in run.loader(data(), global_batch=BATCH):
+            for batch in run.loader(data(torch.float32), global_batch=BATCH):
                 write = "the script wrote to trunk.0.weight"
                 refused(UsageError, write, lambda run=run, m=model, b=batch: run.forward_backward(one_head, m, b))
                 break
@@ -498,8 +385,8 @@ def test_parameters_that_stage_3_has_put_away_are_named() -> None:
 def test_gradients_and_state_that_are_in_slices_are_not_looked_at_in_silence() -> None:
     for strategy in STAGES:
         with started(strategy=strategy) as run:
-            model, optimizer = run.prepare(*built(Both, sgd))
-            for batch in run.loader(data(), global_batch=BATCH):
+            model, optimizer = run.prepare(*made(Both, sgd))
+            for batch in run.loader(data(torch.float32), global_batch=BATCH):
                 run.forward_backward(one_head, model, batch)
                 clip = nn.utils.clip_grad_norm_
                 refused(UsageError, "is in slices, and `.grad`", lambda m=model, clip=clip: clip(m.parameters(), 1.0))
@@ -510,12 +397,12 @@ def test_gradients_and_state_that_are_in_slices_are_not_looked_at_in_silence() -
                 clip(model.parameters(), 1.0)  # there are none now, as in plain PyTorch
                 model.head.bias.requires_grad_(False)
                 break
-            for batch in run.loader(data(), global_batch=BATCH, name="again"):
+            for batch in run.loader(data(torch.float32), global_batch=BATCH, name="again"):
                 again = "requires_grad of head.bias was changed"
                 refused(UsageError, again, lambda run=run, m=model, b=batch: run.forward_backward(one_head, m, b))
                 break
         with started(strategy=strategy) as run:
-            model, optimizer = run.prepare(*built(Both, sgd))
-            for batch in run.loader(data(), global_batch=BATCH):
+            model, optimizer = run.prepare(*made(Both, sgd))
+            for batch in run.loader(data(torch.float32), global_batch=BATCH):
                 refused(UsageError, "loss.backward() was called directly", one_head(model, batch).backward)
                 break

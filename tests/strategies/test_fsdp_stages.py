@@ -6,10 +6,10 @@ import copy
 import io
 import os
 import pickle
-import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,22 +18,31 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from tests.strategies.checks import (
     BATCH,
     TOKENS,
+    Loss,
+    Make,
     N,
     Net,
     X,
     Y,
+    adamw,
     both_heads,
+    check_checkpoints,
     data,
     difference,
     layers,
+    make,
     named,
     one_head,
+    plainly,
+    refused,
     same,
+    sgd,
     started,
+    under_paceline,
+    whole,
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,22 +50,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import collectives
 from paceline.errors import ModelError, NonFiniteError, SettingError, UnusedParameterError, UsageError
 
 pytestmark = pytest.mark.timeout(300)
 EPOCHS = 1  # of 5 steps; the last global batch has 2 examples
 STAGES = ("fsdp:stage=1", "fsdp:stage=2,min_params=1", "fsdp:stage=3,min_params=1")
-Loss = Callable[[Any, list[Tensor]], Any]
-Make = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-
-
-def adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=0.01)
-
-
-def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
 class Lamb(torch.optim.Optimizer):
@@ -121,72 +119,16 @@ def counted_loss(model: Any, batch: list[Tensor]) -> Any:
     return paceline.Total((F.cross_entropy(model(batch[0]), batch[2], reduction="none") * weights).sum(), weights.sum())
 
 
-def counted_by_hand(model: Any, batch: list[Tensor]) -> Tensor:
-    loss = counted_loss(model, batch)
-    return loss.sum / loss.count
-
-
 def freeze(model: Any, step: int) -> None:
     model.head.requires_grad_(step % 4 != 1)
     model.trunk[0].weight.requires_grad_(step not in (2, 3))
 
 
-def built(kind: Callable[[], nn.Module], optimizer: Make) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = kind().double()
-    return model, optimizer(model.parameters())
+plain = partial(plainly, epochs=EPOCHS)
 
 
-def plain(
-    kind: Callable[[], nn.Module],
-    loss_fn: Loss,
-    make: Make,
-    max_norm: float | None = None,
-    before: Callable[[nn.Module, int], None] | None = None,
-) -> nn.Module:
-    model, optimizer = built(kind, make)
-    for step, start in enumerate([*range(0, N, BATCH)] * EPOCHS):
-        if before is not None:
-            before(model, step)
-        loss_fn(model, [t[start : start + BATCH] for t in (X, TOKENS, Y)]).backward()
-        if max_norm is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return model
-
-
-def ours(
-    kind: Callable[[], nn.Module],
-    loss_fn: Loss,
-    make: Make,
-    strategy: str,
-    *,
-    closure: bool = True,
-    micro: int | None = None,
-    max_norm: float | None = None,
-    before: Callable[[nn.Module, int], None] | None = None,
-) -> nn.Module:
-    with started(strategy=strategy) as run:
-        model, optimizer = run.prepare(*built(kind, make))
-        loader = run.loader(data(), global_batch=BATCH, micro_batch=micro)
-        for _ in run.epochs(EPOCHS):
-            for batch in loader:
-                if before is not None:
-                    before(model, run.steps)
-                if closure:
-                    run.forward_backward(loss_fn, model, batch)
-                else:
-                    run.backward(loss_fn(model, batch))
-                run.step(optimizer, max_grad_norm=max_norm)
-        return whole(model, built(kind, make)[0])
-
-
-def whole(model: nn.Module, plain_one: nn.Module) -> nn.Module:
-    """A plain model with the weights of a prepared one."""
-    state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
-    plain_one.load_state_dict(state)
-    return plain_one
+def ours(kind: Callable[[], nn.Module], loss_fn: Loss, optimizer: Make, strategy: str, **options: Any) -> nn.Module:
+    return under_paceline(kind, loss_fn, adam=optimizer, strategy=strategy, epochs=EPOCHS, **options)
 
 
 # --- the same model
@@ -195,20 +137,20 @@ def whole(model: nn.Module, plain_one: nn.Module) -> nn.Module:
 @pytest.mark.ranks(2, full=3, campaign=4)
 def test_loops_and_closures_with_micro_batches_train_as_plain_pytorch() -> None:
     assert difference(plain(Net, lambda m, b: both_heads(m, b) * 2, sgd), plain(Net, both_heads, sgd)) > 1e-3
-    for make, micros in ((sgd, (1,)), (adamw, (None, 1))):
-        reference = plain(Net, both_heads, make)
+    for kind, micros in ((sgd, (1,)), (adamw, (None, 1))):
+        reference = plain(Net, both_heads, kind)
         for strategy in STAGES:
             for micro in micros:
-                same(ours(Net, both_heads, make, strategy, closure=micro is None, micro=micro), reference, 1e-8)
+                same(ours(Net, both_heads, kind, strategy, closure=micro is None, micro=micro), reference, 1e-8)
 
 
 @pytest.mark.ranks(2, full=3, campaign=4)
 def test_clipping_counted_losses_and_odd_parameters_train_as_plain_pytorch() -> None:
-    counted = plain(layers, counted_by_hand, adamw, max_norm=0.3)
-    odd = plain(Odd, odd_loss, sgd, max_norm=0.5)
+    counted = plain(layers, counted_loss, adamw, clip=0.3)
+    odd = plain(Odd, odd_loss, sgd, clip=0.5)
     for strategy in STAGES:
-        same(ours(layers, counted_loss, adamw, strategy, micro=1, max_norm=0.3), counted, 1e-8)
-        same(ours(Odd, odd_loss, sgd, strategy, max_norm=0.5), odd, 1e-8)
+        same(ours(layers, counted_loss, adamw, strategy, micro=1, clip=0.3), counted, 1e-8)
+        same(ours(Odd, odd_loss, sgd, strategy, clip=0.5), odd, 1e-8)
 
 
 @pytest.mark.ranks(2, campaign=(3, 4))
@@ -283,8 +225,8 @@ def test_two_models_with_losses_that_go_through_both_train_as_plain_pytorch() ->
                     run.backward(own_d(fake).square().mean(1).mean(), optimizer=own_opt_g)
                     run.step(own_opt_d)
                     run.step(own_opt_g)
-            same(whole(own_g, Generator().double()), generator, 1e-8)
-            same(whole(own_d, layers().double()), judge, 1e-8)
+            same(whole(run, own_g, Generator().double()), generator, 1e-8)
+            same(whole(run, own_d, layers().double()), judge, 1e-8)
 
 
 @pytest.mark.ranks(2, campaign=(3, 4))
@@ -293,7 +235,7 @@ def test_evaluation_between_steps_and_predictions_use_the_weights_of_the_last_up
     reference = plain(Net, both_heads, adamw)
     for strategy in STAGES:
         with started(strategy=strategy) as run:
-            model, optimizer = run.prepare(*built(Net, adamw))
+            model, optimizer = run.prepare(*make(Net, adamw))
             for batch in run.loader(data(), global_batch=BATCH):
                 with torch.no_grad():
                     model(X[:3], TOKENS[:3])
@@ -301,11 +243,11 @@ def test_evaluation_between_steps_and_predictions_use_the_weights_of_the_last_up
                 with torch.no_grad():
                     model(X[:3], TOKENS[:3])
                 run.step(optimizer)
-            same(whole(model, Net().double()), reference, 1e-8)
+            same(whole(run, model, Net().double()), reference, 1e-8)
         with started(strategy=strategy) as run:
-            model = run.prepare(built(Net, sgd)[0])
+            model = run.prepare(make(Net, sgd)[0])
             found = run.predict(model, data(), global_batch=4, fn=lambda m, b: m(b[0], b[1]))
-            torch.testing.assert_close(found, built(Net, sgd)[0](X, TOKENS).detach())
+            torch.testing.assert_close(found, make(Net, sgd)[0](X, TOKENS).detach())
 
 
 @pytest.mark.ranks(2, campaign=(3, 4))
@@ -319,7 +261,7 @@ def test_a_steady_step_of_stage_1_makes_no_dtensor() -> None:
         return from_local(*args, **kwargs)
 
     with started(strategy="fsdp:stage=1") as run, mock.patch.object(DTensor, "from_local", counted):
-        model, optimizer = run.prepare(*built(Net, adamw))
+        model, optimizer = run.prepare(*make(Net, adamw))
         for batch in run.loader(data(), global_batch=BATCH):
             run.forward_backward(both_heads, model, batch)
             steps.append(run.step(optimizer))
@@ -332,10 +274,10 @@ def test_a_steady_step_of_stage_1_makes_no_dtensor() -> None:
 
 @pytest.mark.ranks(2, campaign=(3, 4))
 def test_checkpointing_offload_and_wrap_train_as_plain_pytorch() -> None:
-    reference = plain(Odd, odd_loss, adamw, max_norm=0.5)
+    reference = plain(Odd, odd_loss, adamw, clip=0.5)
     ways = ("stage=1,min_params=1,checkpointing=true", "stage=3,min_params=1,checkpointing=true", "stage=3,wrap=none")
     for options in (*ways, "stage=2,wrap=Sequential,min_params=1", "stage=3,min_params=1,offload=true"):
-        same(ours(Odd, odd_loss, adamw, f"fsdp:{options}", max_norm=0.5), reference, 1e-8)
+        same(ours(Odd, odd_loss, adamw, f"fsdp:{options}", clip=0.5), reference, 1e-8)
 
 
 @pytest.mark.ranks(2, campaign=(3, 4))
@@ -355,7 +297,7 @@ def test_mixed_computes_in_bf16_and_updates_in_fp32() -> None:
                 for p in optimizer.param_groups[0]["params"]:
                     assert p.dtype == p.grad.dtype == torch.float32
                 run.step(optimizer)
-            trained = whole(model, layers())
+            trained = whole(run, model, layers())
         torch.manual_seed(0)
         reference = layers()
         plain_optimizer = sgd(reference.parameters())
@@ -376,14 +318,14 @@ def test_fp16_overflows_are_skipped_and_a_loss_that_is_not_finite_is_told_by_all
             run.prepare(model, optimizer)
             loader = run.loader(TensorDataset(X.float(), TOKENS, Y), global_batch=6)
             for batch in loader:
-                before = whole(model, Net()).head.weight.detach().clone()
+                before = whole(run, model, Net()).head.weight.detach().clone()
                 factor = 1e38 if run.world.rank == 1 and loader.step == 2 else 1.0
                 run.forward_backward(lambda m, b, f=factor: both_heads(m, b) * f, model, batch)
                 run.step(optimizer, max_grad_norm=1.0 if loader.step == 1 else None)
-                assert torch.equal(before, whole(model, Net()).head.weight) == (loader.step == 2), loader.step
+                assert torch.equal(before, whole(run, model, Net()).head.weight) == (loader.step == 2), loader.step
             assert (run.steps, run.skipped) == (3, 1)
         with started(strategy=strategy) as run:
-            model, optimizer = run.prepare(*built(Net, sgd))
+            model, optimizer = run.prepare(*make(Net, sgd))
             for batch in run.loader(data(), global_batch=6):
                 loss = both_heads(model, batch)
                 if run.world.rank == 1:  # reaches one row of one parameter, which one rank has in its slice
@@ -397,87 +339,18 @@ def test_fp16_overflows_are_skipped_and_a_loss_that_is_not_finite_is_told_by_all
                 raise AssertionError("not noticed")
 
 
-# --- checkpoints
-
-
-def saved(strategy: str, folder: str, make: Make) -> None:
-    with started(strategy=strategy) as run:
-        model, optimizer = run.prepare(*built(Odd, make))
-        for batch in run.loader(data(), global_batch=BATCH):
-            run.forward_backward(odd_loss, model, batch)
-            run.step(optimizer)
-            if run.steps == 2:
-                break
-        run.save(folder)
-        run.export(f"{folder}/model.safetensors")
-
-
-def resumed(strategy: str, folder: str, make: Make) -> nn.Module:
-    """Restored into another's weights; saved again at once; then trained to the end."""
-    with started(strategy=strategy) as run:
-        torch.manual_seed(1)
-        model = Odd().double()
-        model, optimizer = run.prepare(model, make(model.parameters()))
-        loader = run.loader(data(), global_batch=BATCH)
-        run.restore(folder)
-        run.save(folder + "-again")
-        for _ in run.epochs(2):
-            for batch in loader:
-                run.forward_backward(odd_loss, model, batch)
-                run.step(optimizer)
-        return whole(model, Odd().double())
-
-
-def files(folder: str) -> dict[str, Tensor]:
-    return {f"{f.stem}.{k}": t for f in Path(folder).glob("step-*/*.safetensors") for k, t in load_file(f).items()}
-
-
-def matrix(ways: Iterable[tuple[str, str]], make: Make) -> None:
-    with tempfile.TemporaryDirectory() as mine:
-        base = collectives.broadcast_object(mine)
-        pairs = list(ways)
-        for strategy in dict.fromkeys(one for one, _ in pairs):
-            saved(strategy, f"{base}/{strategy}", make)
-        first = files(f"{base}/{pairs[0][0]}")
-        assert sum("optimizer" in name for name in first) > 10, list(first)
-        reference = None
-        for one, other in pairs:
-            folder = f"{base}/{one}"
-            its = files(folder)
-            assert its.keys() == first.keys()
-            for name, tensor in first.items():
-                torch.testing.assert_close(its[name], tensor, rtol=1e-9, atol=1e-12)
-            end = resumed(other, folder, make)
-            again = files(folder + "-again")
-            assert all(torch.equal(again[name], tensor) for name, tensor in its.items()), (one, other)
-            exported = load_file(f"{folder}/model.safetensors")
-            Odd().double().load_state_dict(exported)
-            reference = reference or end
-            same(end, reference, 1e-9)
-            collectives.barrier()
-            if dist.get_rank() == 0:
-                shutil.rmtree(folder + "-again")
-            collectives.barrier()
+# --- state
 
 
 @pytest.mark.ranks(2, full=3, campaign=4)
-def test_checkpoints_are_read_by_other_strategies() -> None:
-    """Weights and optimizer state equal, bit for bit where nothing was trained between."""
-    one, two, three = STAGES
-    matrix([("ddp", three), (one, two), (two, one), (three, "ddp"), (three, three)], adamw)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.ranks(conformance=2, campaign=(3, 4))
-def test_all_checkpoints_are_read_by_all_strategies() -> None:
-    for make in (sgd, adamw):
-        matrix([(one, other) for one in ("ddp", *STAGES) for other in ("ddp", *STAGES)], make)
+def test_checkpoints_of_odd_parameters_are_read_by_other_strategies() -> None:
+    check_checkpoints(Odd, odd_loss, STAGES)
 
 
 @pytest.mark.ranks(2, campaign=(3, 4))
 def test_weights_and_optimizer_state_may_be_loaded_before_or_after_prepare() -> None:
     """As plain PyTorch's state_dict has them, whole."""
-    model, optimizer = built(Net, adamw)
+    model, optimizer = make(Net, adamw)
     both_heads(model, [X, TOKENS, Y]).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -487,7 +360,7 @@ def test_weights_and_optimizer_state_may_be_loaded_before_or_after_prepare() -> 
     for strategy in STAGES:
         for late in (False, True):
             with started(strategy=strategy) as run:
-                own, own_optimizer = built(Net, adamw)
+                own, own_optimizer = make(Net, adamw)
                 if late:
                     run.prepare(own, own_optimizer)
                 own.load_state_dict(weights)
@@ -497,19 +370,10 @@ def test_weights_and_optimizer_state_may_be_loaded_before_or_after_prepare() -> 
                 for batch in run.loader(data(), global_batch=N):
                     run.forward_backward(both_heads, own, batch)
                     run.step(own_optimizer)
-                same(whole(own, Net().double()), model, 1e-8)
+                same(whole(run, own, Net().double()), model, 1e-8)
 
 
 # --- misuse
-
-
-def refused(error: type[Exception], words: str, function: Callable[[], object]) -> None:
-    try:
-        function()
-    except error as found:
-        assert words in str(found), found
-    else:
-        raise AssertionError(f"not refused: {words}")
 
 
 @pytest.mark.ranks(2, campaign=(3, 4))
@@ -536,7 +400,7 @@ def test_slices_used_as_if_they_were_whole_are_named() -> None:
 
     for strategy in STAGES[1:]:
         with started(strategy=strategy) as run:
-            model, optimizer = built(Net, sgd)
+            model, optimizer = make(Net, sgd)
             old = list(model.parameters())
             run.prepare(model, optimizer)
             refused(UsageError, "taken before run.prepare", lambda old=old: nn.utils.clip_grad_norm_(old, 1.0))
@@ -573,7 +437,7 @@ def test_rank_0_alone_may_ask_for_the_state_after_an_evaluation() -> None:
     """What is gathered stays alike on all ranks; a copy of slices, kept by all, brings the best model back."""
     for strategy in STAGES:
         with started(strategy=strategy) as run:
-            model, optimizer = run.prepare(*_made())
+            model, optimizer = run.prepare(*make(Net, adamw))
             loader = run.loader(data(), global_batch=BATCH)
             best: dict[str, Any] = {}
             for epoch in run.epochs(2):
@@ -597,7 +461,7 @@ def test_rank_0_alone_may_ask_for_the_state_after_an_evaluation() -> None:
 def test_a_pickle_of_slices_is_refused_and_nobody_waits() -> None:
     for strategy in STAGES[1:]:
         with started(strategy=strategy) as run:
-            model, optimizer = run.prepare(*_made())
+            model, optimizer = run.prepare(*make(Net, adamw))
             for batch in run.loader(data(), global_batch=BATCH):
                 run.backward(both_heads(model, batch))
                 run.step(optimizer)
@@ -609,12 +473,6 @@ def test_a_pickle_of_slices_is_refused_and_nobody_waits() -> None:
             whole = {name: _whole(p) for name, p in model.state_dict().items()}
             torch.save(whole, io.BytesIO())
     pickle.dumps(DTensor.from_local(torch.ones(1), _mesh(), [Replicate()]))  # as ever, when the run is over
-
-
-def _made() -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = Net().double()
-    return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
 def _whole(value: Any) -> Tensor:

@@ -11,20 +11,23 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from tests.strategies.checks import (
     BATCH,
-    EPOCHS,
     TOKENS,
     Loss,
     N,
     X,
     Y,
+    check_checkpoints,
     data,
+    difference,
     layers,
     make,
     plainly,
+    same,
     sequential_loss,
     started,
+    under_paceline,
+    whole,
 )
-from tests.strategies.exported import check_checkpoints, same, whole
 from torch import Tensor, nn
 
 import paceline
@@ -35,25 +38,8 @@ def strategies() -> list[str]:
     return ["pipeline"] if dist.get_world_size() == 2 else ["pipeline:stages=2", "pipeline:stages=4"]
 
 
-def trained(
-    model: Callable[[], nn.Module],
-    loss: Loss,
-    strategy: str,
-    *,
-    adam: bool = False,
-    micro: int | None = None,
-    clip: float | None = None,
-    batch: int = BATCH,
-    **settings: Any,
-) -> dict[str, Tensor]:
-    with started(strategy=strategy, **settings) as run:
-        built, optimizer = run.prepare(*make(model, adam))
-        loader = run.loader(data(), global_batch=batch, micro_batch=micro)
-        for _ in run.epochs(EPOCHS):
-            for piece in loader:
-                run.forward_backward(loss, built, piece)
-                run.step(optimizer, max_grad_norm=clip)
-        return whole(run)
+def trained(model: Callable[[], nn.Module], loss: Loss, strategy: str, **options: Any) -> nn.Module:
+    return under_paceline(model, loss, strategy=strategy, **options)
 
 
 def two_counts(model: nn.Module, batch: list[Tensor]) -> Any:
@@ -68,11 +54,6 @@ def two_counts(model: nn.Module, batch: list[Tensor]) -> Any:
     )
 
 
-def two_counts_by_hand(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    first, mean, second = two_counts(model, batch)
-    return first.sum / first.count + mean + second.sum / second.count
-
-
 @pytest.mark.ranks(2, campaign=4)
 def test_every_schedule_trains_as_plain_pytorch() -> None:
     for strategy in strategies():
@@ -80,27 +61,14 @@ def test_every_schedule_trains_as_plain_pytorch() -> None:
             name = f"{strategy}{',' if ':' in strategy else ':'}schedule={schedule}"
             for adam, micro in ((False, 1), (True, 2)):
                 ours = trained(layers, sequential_loss, name, adam=adam, micro=micro, batch=9)
-                same(ours, plainly_in(layers, sequential_loss, adam, 9), 1e-8 if adam else 1e-10)
-
-
-def plainly_in(model: Callable[[], nn.Module], loss: Loss, adam: bool, batch: int, clip: float = 0.0) -> nn.Module:
-    """As `plainly`, with another global batch, and clipped."""
-    built, optimizer = make(model, adam)
-    for _ in range(EPOCHS):
-        for start in range(0, N, batch):
-            loss(built, [t[start : start + batch] for t in (X, TOKENS, Y)]).backward()
-            if clip:
-                torch.nn.utils.clip_grad_norm_(built.parameters(), clip)
-            optimizer.step()
-            optimizer.zero_grad()
-    return built
+                same(ours, plainly(layers, sequential_loss, adam, batch=9), 1e-8 if adam else 1e-10)
 
 
 @pytest.mark.ranks(2, campaign=4)
 def test_a_loss_with_several_counts_trains_as_plain_pytorch() -> None:
     for strategy in strategies():
         for micro in (None, 2):
-            same(trained(layers, two_counts, strategy, micro=micro), plainly(layers, two_counts_by_hand))
+            same(trained(layers, two_counts, strategy, micro=micro), plainly(layers, two_counts))
 
 
 class Residual(nn.Module):
@@ -159,6 +127,9 @@ def test_cuts_that_are_given_train_as_plain_pytorch_and_wrong_ones_are_refused()
     with started(strategy="pipeline:stages=2,cut=3") as run:
         model = layers().double()
         run.prepare(model)
+        for batch in run.loader(data(), global_batch=BATCH):
+            run.forward_backward(sequential_loss, model, batch)
+            break
         mine = [p.numel() > 0 for p in model.parameters()]
         assert mine == (
             [True, True, False, False, False, False]
@@ -168,7 +139,7 @@ def test_cuts_that_are_given_train_as_plain_pytorch_and_wrong_ones_are_refused()
     for options, kind, words in (
         ("cut=9", SettingError, ["cut='9'", "from 1 to 5"]),
         ("cut=2,4", SettingError, ["2 stages need 1 places"]),
-        ("cut=nothing", SettingError, ["or names of: 0, 1"]),
+        ("cut=nothing", SettingError, ["no layer 'nothing'", "Known: 0, 3, 5"]),
         ("schedule=1f1", SettingError, ["Did you mean '1f1b'"]),
         ("balance=time", SettingError, ["balance='time'", "cost, parameters"]),
         ("stages=3", SettingError, ["stages=3", f"number of processes, {size}"]),
@@ -178,9 +149,9 @@ def test_cuts_that_are_given_train_as_plain_pytorch_and_wrong_ones_are_refused()
 
 
 def refused(build: Callable[[], nn.Module], kind: type[Exception], *words: str, strategy: str) -> None:
+    """At `prepare`, or at the first batch."""
     try:
-        with started(strategy=strategy) as run:
-            run.prepare(build())
+        trained(build, sequential_loss, strategy)
     except kind as error:
         assert all(word in str(error) for word in words), error
     else:
@@ -201,17 +172,9 @@ def test_models_that_cannot_be_cut_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.a(x) if x.sum() > 0 else self.b(x)
 
-    refused(Branches, ModelError, "has no place between its layers", "nn.Sequential", strategy="pipeline")
-    with started(strategy="pipeline:stages=2") as run:
-        model, _ = run.prepare(*make(ByValue, False))
-        for batch in run.loader(data(), global_batch=BATCH):
-            try:
-                run.forward_backward(sequential_loss, model, batch)
-            except ModelError as error:
-                assert "no call of a layer before which a single tensor is all" in str(error), error
-            else:
-                raise AssertionError
-            break
+    for build in (Branches, ByValue):
+        words = "no call of a layer before which a single tensor is all"
+        refused(build, ModelError, words, strategy="pipeline:stages=2")
     refused(lambda: nn.Sequential(nn.Linear(6, 3)), ModelError, "too few for", strategy="pipeline")
 
 
@@ -240,10 +203,8 @@ def test_frozen_stages_tokens_and_empty_shards_train_as_plain_pytorch() -> None:
 
     for strategy in strategies():
         for batch in (BATCH, 3):  # 22 = 7 x 3 + 1: of two pipelines one has nothing
-            same(trained(tokens, loss, strategy, batch=batch), plainly_in(tokens, loss, False, batch))
-            same(
-                trained(layers, two_counts, strategy, batch=batch), plainly_in(layers, two_counts_by_hand, False, batch)
-            )
+            same(trained(tokens, loss, strategy, batch=batch), plainly(tokens, loss, False, batch=batch))
+            same(trained(layers, two_counts, strategy, batch=batch), plainly(layers, two_counts, False, batch=batch))
         same(trained(frozen, loss, strategy, micro=2), plainly(frozen, loss))
 
 
@@ -251,7 +212,7 @@ def test_frozen_stages_tokens_and_empty_shards_train_as_plain_pytorch() -> None:
 def test_clipping_looks_at_all_stages() -> None:
     for strategy in strategies():
         ours = trained(layers, sequential_loss, strategy, micro=2, clip=0.3, nonfinite="skip")
-        same(ours, plainly_in(layers, sequential_loss, False, BATCH, 0.3))
+        same(ours, plainly(layers, sequential_loss, clip=0.3))
     with started(strategy=strategies()[0], nonfinite="skip") as run:
         model, optimizer = run.prepare(*make(layers, False))
         for batch in run.loader(data(), global_batch=BATCH):
@@ -330,7 +291,7 @@ def test_two_optimizers_one_of_which_a_stage_has_nothing_of() -> None:
             run.forward_backward(sequential_loss, model, batch, optimizer=one)
             run.step(two)
             run.step(one)
-        return whole(run)
+        return whole(run, model, layers().double())
 
     for strategy in strategies():
         with started(strategy=strategy) as run:
@@ -350,7 +311,7 @@ def test_dropout_differs_from_stage_to_stage_and_is_repeated() -> None:
 
     name = "pipeline:stages=2,cut=2"
     first, second = (trained(dropping, sequential_loss, name, micro=2) for _ in range(2))
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert difference(first, second) == 0.0
     with started(strategy=name) as run:
         masks: list[Tensor] = []
         model = dropping().double()

@@ -9,8 +9,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.strategies.checks import BATCH, EPOCHS, TOKENS, Loss, N, X, Y, data, make, plainly, started
-from tests.strategies.exported import apart, check_checkpoints, same, whole
+from tests.strategies.checks import (
+    BATCH,
+    TOKENS,
+    Loss,
+    N,
+    X,
+    Y,
+    check_checkpoints,
+    data,
+    difference,
+    make,
+    plainly,
+    same,
+    started,
+    under_paceline,
+    whole,
+)
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import TensorDataset
@@ -88,34 +103,8 @@ def counted(model: nn.Module, batch: list[Tensor]) -> Any:
     return paceline.Total(total, keep.sum()), F.cross_entropy(scores[:, 0], y)
 
 
-def counted_by_hand(model: nn.Module, batch: list[Tensor]) -> Tensor:
-    total, mean = counted(model, batch)
-    return total.sum / total.count + mean
-
-
-def trained(
-    model: Callable[[], nn.Module],
-    loss: Loss,
-    strategy: Any,
-    *,
-    adam: bool = False,
-    micro: int | None = None,
-    loop: bool = False,
-    clip: float | None = None,
-    **settings: Any,
-) -> dict[str, Tensor]:
-    with started(strategy=strategy, **settings) as run:
-        built, optimizer = run.prepare(*make(model, adam))
-        assert any(isinstance(p, DTensor) for p in built.parameters())
-        loader = run.loader(data(), global_batch=BATCH, micro_batch=micro)
-        for _ in run.epochs(EPOCHS):
-            for batch in loader:
-                if loop:
-                    run.backward(loss(built, batch))
-                else:
-                    run.forward_backward(loss, built, batch)
-                run.step(optimizer, max_grad_norm=clip)
-        return whole(run)
+def trained(model: Callable[[], nn.Module], loss: Loss, strategy: Any, **options: Any) -> nn.Module:
+    return under_paceline(model, loss, strategy=strategy, **options)
 
 
 def fused() -> nn.Module:
@@ -141,9 +130,9 @@ def test_blocks_that_are_found_train_as_plain_pytorch() -> None:
             (fused, False, 2, True),
             (Transformer, True, 1, False),
         ):
-            ours = trained(model, loss_fn, strategy, adam=adam, micro=micro, loop=loop)
+            ours = trained(model, loss_fn, strategy, adam=adam, micro=micro, closure=not loop)
             same(ours, plainly(model, loss_fn, adam=adam), 1e-8 if adam else 1e-10)
-    assert apart(ours, plainly(Transformer, loss_fn, adam=True, wrong=2.0)) > 1e-5
+    assert difference(ours, plainly(Transformer, loss_fn, adam=True, wrong=2.0)) > 1e-5
 
 
 @pytest.mark.ranks(conformance=2, campaign=4)
@@ -157,7 +146,7 @@ def test_a_plan_that_is_given_trains_as_plain_pytorch() -> None:
 def test_a_loss_with_counts_trains_as_plain_pytorch() -> None:
     for micro in (None, 1):
         ours = trained(Transformer, counted, strategies()[0], micro=micro)
-        same(ours, plainly(Transformer, counted_by_hand))
+        same(ours, plainly(Transformer, counted))
 
 
 @pytest.mark.ranks(2, campaign=4)
@@ -223,20 +212,10 @@ def test_evaluation_counts_each_example_once() -> None:
 
 @pytest.mark.ranks(conformance=2, campaign=4)
 def test_clipping_and_values_that_are_not_finite_look_at_all_parts() -> None:
-    def clipped(model: Callable[[], nn.Module], norm: float) -> nn.Module:
-        built, optimizer = make(model, False)
-        for _ in range(EPOCHS):
-            for start in range(0, N, BATCH):
-                loss_fn(built, [t[start : start + BATCH] for t in (X, TOKENS, Y)]).backward()
-                torch.nn.utils.clip_grad_norm_(built.parameters(), norm)
-                optimizer.step()
-                optimizer.zero_grad()
-        return built
-
     strategy = strategies()[0]
     for skip in (False, True):
         settings = {"nonfinite": "skip"} if skip else {}
-        same(trained(Transformer, loss_fn, strategy, clip=0.1, **settings), clipped(Transformer, 0.1))
+        same(trained(Transformer, loss_fn, strategy, clip=0.1, **settings), plainly(Transformer, loss_fn, clip=0.1))
     with started(strategy=strategy, nonfinite="skip") as run:
         model, optimizer = run.prepare(*make(Transformer, False))
         for batch in run.loader(data(), global_batch=BATCH):
@@ -245,7 +224,7 @@ def test_clipping_and_values_that_are_not_finite_look_at_all_parts() -> None:
                 model.blocks[0].mlp[0].weight.grad.to_local().view(-1)[0] = float("inf")  # in one part only
             run.step(optimizer)
         assert (run.skipped, run.steps) == (1, len(range(0, N, BATCH)) - 1)
-        assert all(bool(t.isfinite().all()) for t in whole(run).values())
+        assert all(bool(t.isfinite().all()) for t in whole(run, model, Transformer().double()).state_dict().values())
 
 
 @pytest.mark.ranks(2, campaign=4)
@@ -274,20 +253,8 @@ def test_optimizers_see_the_whole_parameter() -> None:
         lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, amsgrad=True),
         lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
     ):
-        plain = make(Transformer, False)[0]
-        optimizer = make_one(plain.parameters())
-        for start in range(0, N, BATCH):
-            loss_fn(plain, [t[start : start + BATCH] for t in (X, TOKENS, Y)]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with started(strategy=strategies()[0]) as run:
-            model = make(Transformer, False)[0]
-            optimizer = make_one(model.parameters())
-            run.prepare(model, optimizer)
-            for batch in run.loader(data(), global_batch=BATCH):
-                run.forward_backward(loss_fn, model, batch)
-                run.step(optimizer)
-            same(whole(run), plain, 1e-8)
+        ours = trained(Transformer, loss_fn, strategies()[0], adam=make_one, epochs=1)
+        same(ours, plainly(Transformer, loss_fn, make_one, epochs=1), 1e-8)
 
 
 @pytest.mark.ranks(2, campaign=4)
@@ -342,7 +309,7 @@ def test_parameters_are_frozen_and_unfrozen() -> None:
             else:
                 run.backward(loss_fn(model, batch))
                 run.step(optimizer)
-        return model if run is None else whole(run)
+        return model if run is None else whole(run, model, Transformer().double())
 
     for strategy in strategies():
         with started(strategy=strategy) as run:
@@ -365,7 +332,7 @@ def test_16_bits_train_as_under_ddp() -> None:
                 run.forward_backward(loss_fn, model, batch)
                 run.step(optimizer, max_grad_norm=1.0)
             assert run.skipped == 0
-            return torch.cat([t.flatten().double() for _, t in sorted(whole(run).items())])
+            return nn.utils.parameters_to_vector(whole(run, model, Transformer()).parameters()).double()
 
     for precision in ("bf16", "fp16", "bf16-params"):
         ours, theirs = train(strategies()[0], precision), train("ddp", precision)

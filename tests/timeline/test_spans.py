@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from paceline.timeline import span_file
 from paceline.timeline.chrome_trace import (
     cannot_trace,
     first_rank,
-    join,
     join_and_say,
     join_left,
     part_of,
@@ -49,6 +49,14 @@ def part(file: Path, described: dict[str, Any], *spans: tuple[Phase, int, int, i
 
 def events(file: Path) -> list[dict[str, Any]]:
     return [event for event in json.loads(file.read_text())["traceEvents"] if event["ph"] == "X"]
+
+
+def joined(file: Path, ranks: Iterable[int] = range(99)) -> list[str]:
+    """What a launcher of these ranks says when they have ended."""
+    said: list[str] = []
+    join_left(str(file), ranks, said.append)
+    assert all(line.startswith("paceline: ") for line in said)
+    return [line.removeprefix("paceline: ") for line in said]
 
 
 def test_what_was_written_is_read_while_the_process_goes_on(tmp_path: Path) -> None:
@@ -93,7 +101,7 @@ def test_what_is_no_file_of_spans(tmp_path: Path) -> None:
 
 def test_steps_hold_their_phases(file: Path) -> None:
     part(file, about(0), (Phase.DATA, 0, 5, 6), (Phase.FORWARD, 0, 6, 8), (Phase.UPDATE, 0, 9, 10)).close()
-    lines = join(file)
+    lines = joined(file)
     assert lines[0].startswith("trace of 1 rank, 1 step, in ")
     found = [(event["name"], event["ts"], event["dur"]) for event in events(file)]
     assert found == [("step", 0, 5000), ("data", 0, 1000), ("forward", 1000, 2000), ("update", 4000, 1000)]
@@ -104,19 +112,19 @@ def test_of_a_rank_that_is_killed_before_it_has_said_its_lines_the_launcher_says
     part(file, about(0), (Phase.DATA, 0, 5, 6)).close()
 
     def say(line: str) -> None:
-        said.extend(join_left(str(file), [0]))  # what the launcher does if the rank ends here
+        join_left(str(file), [0], said.append)  # what the launcher does if the rank ends here
 
     said: list[str] = []
     join_and_say(str(file), say)
-    assert said[0].startswith("trace of 1 rank, 1 step, in ")
-    assert join_left(str(file), [0]) == []
+    assert said[0].startswith("paceline: trace of 1 rank, 1 step, in ")
+    assert joined(file, [0]) == []
     assert [path.name for path in file.parent.iterdir()] == ["trace.json"]
 
 
 def test_waiting_is_what_an_exchange_took_longer_than_on_the_last_rank(file: Path) -> None:
     part(file, about(0), (Phase.BACKWARD, 0, 0, 2), (Phase.COMMUNICATION, 0, 2, 9)).close()
     part(file, about(1), (Phase.BACKWARD, 0, 0, 8), (Phase.COMMUNICATION, 0, 8, 9)).close()
-    join(file)
+    joined(file)
     found = [(event["pid"], event["name"], event["dur"]) for event in events(file) if event["name"] != "step"]
     assert found == [
         (0, "backward", 2000),
@@ -135,7 +143,7 @@ def test_waiting_is_what_an_exchange_took_longer_than_on_the_last_rank(file: Pat
 def test_waiting_is_not_told_apart_where_ranks_make_other_exchanges(file: Path, described: dict[str, Any]) -> None:
     part(file, about(0), (Phase.COMMUNICATION, 0, 2, 9)).close()
     part(file, described, (Phase.COMMUNICATION, 0, 8, 9)).close()
-    join(file)
+    joined(file)
     assert "waiting" not in {event["name"] for event in events(file)}
 
 
@@ -143,7 +151,7 @@ def test_nor_in_a_step_in_which_they_make_another_number(file: Path) -> None:
     both = (Phase.COMMUNICATION, 1, 12, 15)
     part(file, about(0), (Phase.COMMUNICATION, 0, 1, 2), (Phase.COMMUNICATION, 0, 2, 9), both).close()
     part(file, about(1), (Phase.COMMUNICATION, 0, 8, 9), (Phase.COMMUNICATION, 1, 14, 15)).close()
-    join(file)
+    joined(file)
     assert [event["args"]["step"] for event in events(file) if event["name"] == "waiting"] == [1]
 
 
@@ -154,7 +162,7 @@ def test_machines_are_placed_by_their_wall_clocks_and_ranks_of_one_by_its_own(fi
     part(file, about(0, **here), (Phase.DATA, 0, 110, 111)).close()
     part(file, about(1, **started_later), (Phase.DATA, 0, 110, 111)).close()
     part(file, about(2, **there), (Phase.DATA, 0, 910, 911)).close()
-    join(file)
+    joined(file)
     assert [event["ts"] for event in events(file) if event["name"] == "data"] == [0, 0, 3000]
 
 
@@ -162,16 +170,16 @@ def test_a_launcher_joins_what_is_left_of_its_own_ranks(file: Path) -> None:
     part(file, about(2), (Phase.DATA, 0, 0, 1)).close()
     part(file, about(10), (Phase.DATA, 0, 0, 1)).close()
     assert first_rank(file) == 2
-    assert join_left(str(file), range(2)) == []
-    assert join_left(str(file), range(2, 4))[0].startswith("trace of 2 ranks")
-    assert join_left(str(file), range(2, 4)) == []  # done
+    assert joined(file, range(2)) == []
+    assert joined(file, range(2, 4))[0].startswith("trace of 2 ranks")
+    assert joined(file, range(2, 4)) == []  # done
 
 
 def test_a_disk_that_takes_nothing_more(file: Path) -> None:
     """The parts stay, and that is said."""
     part(file, about(0), (Phase.DATA, 0, 0, 1)).close()
     file.mkdir()
-    (line,) = join_left(str(file), range(1))
+    (line,) = joined(file, range(1))
     assert "could not be written at the end of the run" in line
     assert str(parts_of(file)) in line
     assert first_rank(file) == 0
@@ -179,7 +187,7 @@ def test_a_disk_that_takes_nothing_more(file: Path) -> None:
 
 def test_a_run_without_steps(file: Path) -> None:
     part(file, about(0)).close()
-    (line,) = join(file)
+    (line,) = joined(file)
     assert "nothing to write" in line
     assert not file.exists()
     assert not parts_of(file).exists()

@@ -66,6 +66,15 @@ class Prepared(Runs):
         return together([(start.processes, work)]).get(called)
 
 
+def answer_of(folder: Path, script: str, steps: int = 3, *, traced: bool = False) -> Answer:
+    """What is answered of the text of a script on two processes. traced: also its line."""
+    path = folder / "train.py"
+    path.write_text(script)
+    runs = Prepared(folder, (), 2, None, "fp32", steps, path)
+    runs.may_trace = traced
+    return decide(runs)
+
+
 def together(work: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, str]:
     """Runs of as many processes each, one after the other. Why they failed, by folder."""
     try:

@@ -12,19 +12,9 @@ import torch
 
 import paceline
 from paceline.errors import LaunchError
-from paceline.verify.worker import backward_watch, perturbation, rank_queries, record_files
-from paceline.verify.worker import patches as patching
-
-
-def test_what_a_script_asks_all_processes_is_passed_on_whole() -> None:
-    """run.ratio(sum=..., count=...) is as good as run.ratio(..., ...)."""
-    run = paceline.start(device="cpu", progress="off")
-    try:
-        watch = backward_watch.BackwardWatch(run, lambda: None)
-        assert watch.watch_request(run.ratio)(sum=6.0, count=4) == watch.watch_request(run.ratio)(6.0, 4) == 1.5
-        assert watch.asked_all_ranks
-    finally:
-        run.close()
+from paceline.observe.patching import Patches
+from paceline.step.observer import StepObserver
+from paceline.verify.worker import rank_queries, record_files
 
 
 def test_a_disk_that_takes_no_more_is_named_with_what_helps(tmp_path: Path) -> None:
@@ -45,7 +35,7 @@ def test_a_disk_that_takes_no_more_is_named_with_what_helps(tmp_path: Path) -> N
 
 def test_every_name_by_which_a_script_asks_for_its_rank_is_noted_and_told() -> None:
     run = paceline.start(device="cpu", progress="off")
-    real, patches, lines = run.world, patching.Patches(), []
+    real, patches, lines = run.world, Patches(), []
     run.world = dataclasses.replace(real, rank=1, size=3, local_rank=1, local_size=3)
     try:
         rank_queries.RankQueries(run, True, lines.append, patches)
@@ -63,11 +53,16 @@ def test_every_name_by_which_a_script_asks_for_its_rank_is_noted_and_told() -> N
 def test_a_perturbed_run_goes_back_through_the_model_with_three_quarters_of_the_loss(closure: bool, may: bool) -> None:
     """What enters the backward is 0.75 times as large; what stands in .grad is as before."""
     factor = 0.75 if may else 1.0
+
+    class Perturbed(StepObserver):
+        def scale(self) -> float:
+            return factor
+
     run = paceline.start(device="cpu", progress="off")
     try:
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        run._stepper.precision = perturbation.ScaledPrecision(run._stepper.precision, lambda: may)  # type: ignore[assignment]
+        run.observe(lambda run, parts: Perturbed())
         run.prepare(model, optimizer)
         entered: list[float] = []
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 from tests.verify.prepared import PLANTED, Case, Left, Prepared, answers, begun
 
-from paceline.verify.answer import DIFFERENT, SAME, UNKNOWN, Answer
-from paceline.verify.claims import Claim
+from paceline.verify.answer import DIFFERENT, SAME, UNKNOWN, Answer, Claim
 from paceline.verify.comparison import without_kinks
 from paceline.verify.decision import decide
 from paceline.verify.evidence import linear_combination, scalar_multiple

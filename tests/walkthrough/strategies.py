@@ -36,7 +36,7 @@ _STAGES = {
     "c": "takes one model, not 2",
     "d": "cannot be copied with copy.deepcopy",
     "f-other": "cannot be copied",
-    "g": "calls the model a second time",
+    "g": "which did not use it in the first call",
     "h": "a gradient penalty",
 }
 _BLOCKS = dict.fromkeys(("a", "c", "d", "e-small", "f-other", "h-separate"), "No such block was found. Name the layers")

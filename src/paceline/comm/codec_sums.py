@@ -20,7 +20,6 @@ from paceline.comm.endpoints import ProcessEndpoint
 from paceline.comm.reducers import REDUCERS, Endpoint, Reducer, hierarchical, ring, ring_of_machines
 from paceline.comm.shared_memory import SharedMemory
 from paceline.errors import SettingError
-from paceline.torch_private.core import profiling
 
 if TYPE_CHECKING:
     from paceline.comm.codecs import Rounding, Sums
@@ -113,17 +112,13 @@ class SharedMemorySums(NativeSums):
 
     def __init__(self, memory: SharedMemory) -> None:  # without a group: most runs never need one
         self.size = collectives.size_of()
-        self._memory = memory
+        self.memory = memory
 
     def add(self, flat: Tensor) -> None:
-        if not profiling():
-            self._memory.add(flat)
-            return
-        with torch.profiler.record_function("memory:all_reduce"):
-            self._memory.add(flat)
+        self.memory.add(flat)
 
     def close(self) -> None:
-        self._memory.close()
+        self.memory.close()
 
 
 SHARING = 4

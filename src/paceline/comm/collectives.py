@@ -410,7 +410,8 @@ def digest(tensor: Tensor) -> Tensor:
     rule: one changed word always changes the result, several do with probability 1 - 2**-63 or so.
     """
     word = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(tensor.element_size(), torch.int64)
-    words = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(word)
+    dense = tensor.to_dense() if tensor.is_sparse else tensor  # a momentum of sparse gradients is sparse
+    words = dense.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(word)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     weights = _digest_weights(tensor.device)
     for chunk in words.split(_DIGEST_CHUNK):

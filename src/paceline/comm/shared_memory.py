@@ -36,6 +36,7 @@ from paceline.comm.mesh import Group
 from paceline.comm.neighbours import Neighbours
 from paceline.comm.waits import waits
 from paceline.errors import UsageError
+from paceline.torch_private.core import profiling
 
 PART_BYTES = 2**19
 """Of a tensor that are summed at once: with all slots they should stay in the processor's cache."""
@@ -49,6 +50,7 @@ _FUTEX, _WAIT, _WAKE = 202, 0, 1  # the call's number on x86-64, and its operati
 _EVERYONE = 2**31 - 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_NO_SPAN = contextlib.nullcontext()
 
 
 class _Timespec(ctypes.Structure):
@@ -158,22 +160,24 @@ class SharedMemory:
     def add(self, flat: Tensor) -> None:
         """Replaces a tensor, 1-d and contiguous on the CPU, by the sum of all processes' tensors of its length and
         dtype. Raises ConnectionError where a process has gone, UsageError where another sums another length."""
-        each = PART_BYTES // flat.element_size()
-        self._meetings.lines[self._rank].nbytes = flat.nbytes
-        for first in range(0, flat.numel(), each):
-            part = flat[first : first + each]
-            length = part.numel()
-            slots = self._slots(part)
-            slots[self._rank].copy_(part)
-            self._meetings.wait()
-            if first == 0:
-                self._check_lengths(flat.nbytes)
-            low, high = length * self._rank // self._ranks, length * (self._rank + 1) // self._ranks
-            total = slots[0][low:high]
-            for slot in slots[1:]:
-                total += slot[low:high]
-            self._meetings.wait()
-            part.copy_(slots[0])
+        each, lines = PART_BYTES // flat.element_size(), self._meetings.lines
+        lines[self._rank].nbytes = flat.nbytes
+        with torch.profiler.record_function("memory:all_reduce") if profiling() else _NO_SPAN:
+            for first in range(0, flat.numel(), each):
+                part = flat[first : first + each]
+                length = part.numel()
+                slots = self._next_half(part.dtype)[:, :length].unbind()
+                slots[self._rank].copy_(part)
+                self._meetings.wait()
+                for rank, line in enumerate(lines) if first == 0 else ():
+                    if line.nbytes != flat.nbytes:
+                        raise UsageError(_other_lengths(rank, line.nbytes, flat.nbytes))
+                low, high = length * self._rank // self._ranks, length * (self._rank + 1) // self._ranks
+                total = slots[0][low:high]
+                for slot in slots[1:]:
+                    total += slot[low:high]
+                self._meetings.wait()
+                part.copy_(slots[0])
 
     @torch.no_grad()
     def spread(self, flat: Tensor) -> None:
@@ -181,30 +185,29 @@ class SharedMemory:
         each = PART_BYTES // flat.element_size()
         for first in range(0, flat.numel(), each):
             part = flat[first : first + each]
-            slot = self._slots(part)[0]
+            slot = self._next_half(part.dtype)[0, : part.numel()]
             if self._rank == 0:
                 slot.copy_(part)
             self._meetings.wait()
             if self._rank != 0:
                 part.copy_(slot)
 
-    def _slots(self, part: Tensor) -> list[Tensor]:
-        """A slot for each process, as long as this part, in the half of the memory that is next."""
-        half = self._halves[self._parts % 2].view(part.dtype)
+    def _next_half(self, dtype: torch.dtype) -> Tensor:
+        """(processes, ...): a slot for each process, in the half of the memory that is next."""
+        half = self._halves[self._parts % 2].view(dtype)
         self._parts += 1
-        return [half[rank, : part.numel()] for rank in range(self._ranks)]
-
-    def _check_lengths(self, nbytes: int) -> None:
-        for rank, line in enumerate(self._meetings.lines):
-            if line.nbytes != nbytes:
-                raise UsageError(
-                    f"rank {rank} sums {line.nbytes:,} bytes, and this process {nbytes:,}: the processes have "
-                    "different gradients. Give all of them one model and one path through it."
-                )
+        return half
 
     def close(self) -> None:
         """Ends the connections. The memory goes with its last tensor."""
         self._meetings.close()
+
+
+def _other_lengths(rank: int, its: int, mine: int) -> str:
+    return (
+        f"rank {rank} sums {its:,} bytes, and this process {mine:,}: the processes have different gradients. Give all "
+        "of them one model and one path through it."
+    )
 
 
 def supported() -> bool:

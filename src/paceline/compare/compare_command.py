@@ -9,13 +9,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 from paceline.compare import cases as of
 from paceline.compare.cases import Case, CompareOptions
 from paceline.compare.document import make_document
-from paceline.compare.figures import Row
 from paceline.compare.rounds import check_cases, run_rounds
 from paceline.compare.table import render_table
 from paceline.errors import SettingError, printable
@@ -46,9 +45,7 @@ def compare(options: CompareOptions) -> int:
     for path in filter(None, (options.json_file, options.html_file)):
         check_writable(path)
     if options.html_file is not None:
-        from paceline.compare.html_page import check_plotly
-
-        check_plotly()
+        _check_plotly()
     with Interrupts() as interrupts:
         try:
             rows = run_rounds(options, asked, length, interrupts)
@@ -56,15 +53,15 @@ def compare(options: CompareOptions) -> int:
             return stopped.report()
     measured = any(row.figures is not None for row in rows)
     stopped_by = interrupts.due
-    written = not (measured or stopped_by is None) or _show(options, make_document(options, nproc, length, rows), rows)
+    written = not (measured or stopped_by is None) or _show(options, make_document(options, nproc, length, rows))
     if stopped_by is not None:
         return Stopped(stopped_by).report()
     return 0 if measured and written else 1
 
 
-def _show(options: CompareOptions, document: dict[str, Any], rows: Sequence[Row]) -> bool:
+def _show(options: CompareOptions, document: dict[str, Any]) -> bool:
     """Print the table and write the files. A file that cannot be written is reported; return whether all were."""
-    sys.stdout.write("\n" + printable(render_table(rows)))
+    sys.stdout.write("\n" + printable(render_table(document["rows"])))
     sentence = document["verdict"]["sentence"] if document["verdict"] is not None else document["no_verdict"]
     if sentence is not None:
         sys.stdout.write(f"\n{sentence}\n")
@@ -79,6 +76,18 @@ def _show(options: CompareOptions, document: dict[str, Any], rows: Sequence[Row]
             written = False
             say(f"paceline compare: {path} could not be written: {type(error).__name__}: {error}\n")
     return written
+
+
+def _check_plotly() -> None:
+    try:
+        for name in ("plotly", "plotly.io", "plotly.subplots"):
+            import_module(name)
+    except ImportError as error:
+        if error.name == "plotly":
+            raise SettingError("--html needs plotly, which is not installed: pip install 'paceline[compare]'") from None
+        raise SettingError(
+            f"--html needs plotly, and it cannot be imported here ({error}): pip install --upgrade 'paceline[compare]'"
+        ) from error
 
 
 def _write_page(path: str, document: Any) -> None:

@@ -79,6 +79,7 @@ def _row(row: Row, reference: Case) -> dict[str, Any]:
         "servers": case.servers,
         "precision": case.precision,
         "global_batch": case.global_batch,
+        "note": case.alone,
         "failed": row.failed,
     }
     if f is None:

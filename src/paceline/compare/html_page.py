@@ -1,123 +1,111 @@
-"""The comparison as one HTML file: the sentence, charts, the table, what did not run.
+"""The comparison as one HTML file, a figure of plotly's: the sentence, tables, charts, and why rows differ or failed.
 
-The page fetches nothing: the charts' library, plotly.js, is inside. It is made from the document that `--json` writes,
-so that both say the same.
+The page fetches nothing: the library that draws it, plotly.js, is inside. It is made from the document that `--json`
+writes, so that both say the same.
 """
 
 from __future__ import annotations
 
 import html
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from plotly import graph_objects
+from plotly.colors import qualitative
+from plotly.subplots import make_subplots
 
 from paceline.compare import table
-from paceline.errors import SettingError
 
 Document = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
-# Okabe and Ito's colours, which people who see fewer colours can tell apart.
-_BLUE, _ORANGE, _GREEN, _GREY = "#0072b2", "#e69f00", "#009e73", "#888888"
-_COLOURS = (_BLUE, "#d55e00", _GREEN, "#cc79a7", _ORANGE, "#56b4e9", "#000000", _GREY)
+_COLOURS = qualitative.Safe  # which people who see fewer colours can tell apart
 _DASHES = ("solid", "dash", "dot", "dashdot")
-
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1c1c1c; background: #fff; max-width: 72rem; margin: 2rem auto;
-       padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .4rem; }
-.verdict { font-size: 1.15rem; border-left: .3rem solid #0072b2; padding: .3rem 0 .3rem 1rem; margin: 1.2rem 0; }
-.facts, .note { color: #555; font-size: .9rem; } code { font-size: .92em; overflow-wrap: anywhere; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-size: .9rem; width: 100%; }
-th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 8rem; }
-td.why { text-align: left; white-space: normal; }
-tr.chosen { background: #e8f1f8; }
-th .note { display: block; white-space: normal; font-weight: normal; line-height: 1.2; min-width: 4.5rem; }
-th { vertical-align: bottom; }
-.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28rem), 1fr)); gap: 1.5rem; }
-.charts > div { min-width: 0; }
-"""
-
-_COLUMNS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], str]], ...] = (
-    ("examples/s", "median over the rounds", lambda r: table.number(r["examples_per_second"])),
-    ("step, ms", "median", lambda r: table.milliseconds(r["step_seconds"]["median"])),
-    ("p95, ms", "95th percentile", lambda r: table.milliseconds(r["step_seconds"]["p95"])),
-    ("compute", "ms of a mean step", lambda r: table.milliseconds(r["mean_step"]["compute_seconds"])),
-    ("data", "waiting, ms", lambda r: table.milliseconds(r["mean_step"]["waiting_for_data_seconds"])),
-    ("comm", "computing nothing, ms", lambda r: table.milliseconds(r["mean_step"]["communicating_seconds"])),
-    ("memory", "MB at the peak, a rank", lambda r: f"{max(r['peak_memory_bytes_by_rank']) / 1e6:,.0f}"),
-    ("wire", "MB a step, all ranks", lambda r: _wire(r["wire_bytes_per_step"])),
-    ("loss", "largest difference", lambda r: table.difference(r["loss_difference"])),
-    ("start, s", "to the first step's end", lambda r: f"{r['start_up_seconds']:.1f}"),
-)
+_GAP = 90  # pixels from one panel to the next: for the axis above, and the title below
+_CHARACTERS = 110  # in a line of a table, about
 
 
-def check_plotly() -> None:
-    """Raises SettingError where plotly cannot be imported."""
-    try:
-        for name in ("plotly", "plotly.graph_objects", "plotly.io", "plotly.offline"):
-            import_module(name)
-    except ImportError as error:
-        if error.name == "plotly":
-            raise SettingError("--html needs plotly, which is not installed: pip install 'paceline[compare]'") from None
-        raise SettingError(
-            f"--html needs plotly, and it cannot be imported here ({error}): pip install --upgrade 'paceline[compare]'"
-        ) from error
+class _Panel(NamedTuple):
+    """A table, or a chart with its legend."""
+
+    title: str
+    traces: Sequence[Any]
+    height: int  # pixels
+    x: Mapping[str, Any] = {}  # settings of the axes
+    y: Mapping[str, Any] = {}
 
 
 def render_page(document: Document) -> str:
     """The whole file."""
-    from plotly.offline import get_plotlyjs
-
-    ran = [row for row in document["rows"] if "examples_per_second" in row]
-    failed = [row for row in document["rows"] if "examples_per_second" not in row]
-    parts = [
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>paceline compare: {_text(document['script'])}</title><style>{_STYLE}</style>",
-        f"<script>{get_plotlyjs()}</script></head><body>",
-        f"<h1>paceline compare <code>{_text(document['script'])}</code></h1>",
-        f'<p class="facts">{_facts(document)}</p>',
-    ]
-    if document["verdict"] is not None:
-        parts.append(f'<p class="verdict">{_text(document["verdict"]["sentence"])}</p>')
-    elif document["no_verdict"] is not None:
-        parts.append(f'<p class="verdict">{_text(document["no_verdict"])}</p>')
+    ran = list(filter(table.ran, document["rows"]))
+    panels = [_summary(document)]
     if ran:
         chosen = document["verdict"]["row"] if document["verdict"] is not None else None
-        parts.append(f"<h2>Figures</h2>{_table(ran, chosen)}")
-        parts.append(f'<h2>Charts</h2><div class="charts">{_charts(ran)}</div>')
-    parts.append(_reasons("Why losses differ", [(r, r["loss_difference_cause"]) for r in ran]))
-    parts.append(_reasons("What failed in a later round", [(r, r["failed"]) for r in ran]))
-    parts.append(_reasons("What did not run", [(r, r["failed"]) for r in failed]))
-    parts.append("</body></html>\n")
-    return "\n".join(parts)
+        panels += [_figures(ran, chosen), _speed(ran), _parts(ran), _memory(ran), _wire(ran), _losses(ran)]
+        panels.append(_differences(ran))
+    panels.append(_reasons(document["rows"]))
+    page: str = _figure([panel for panel in panels if panel.traces]).to_html(config={"displayModeBar": False})
+    return page
 
 
-def _reasons(heading: str, reasons: Sequence[tuple[Mapping[str, Any], str | None]]) -> str:
-    """A table of the rows that have a reason; nothing where none has."""
-    lines = [
-        f'<tr><td>{_name(row)}</td><td class="why">{_text(reason)}</td></tr>'
-        for row, reason in reasons
-        if reason is not None
-    ]
-    return f"<h2>{heading}</h2><table>{''.join(lines)}</table>" if lines else ""
+def _figure(panels: Sequence[_Panel]) -> Any:
+    """The panels below each other. A chart leaves a part of the width to its legend."""
+    whole = sum(panel.height for panel in panels) + _GAP * (len(panels) - 1)
+    figure = make_subplots(
+        rows=len(panels),
+        cols=2,
+        specs=[[{"type": "xy"} if panel.x else {"type": "domain", "colspan": 2}, None] for panel in panels],
+        column_widths=[0.75, 0.25],
+        subplot_titles=[panel.title for panel in panels],
+        row_heights=[panel.height for panel in panels],
+        vertical_spacing=_GAP / whole if len(panels) > 1 else 0,
+    )
+    figure.update_layout(
+        template="plotly_white", width=1200, height=whole + 120, barmode="stack", margin={"t": 60, "b": 60}
+    )
+    for number, panel in enumerate(panels, start=1):
+        for trace in panel.traces:
+            figure.add_trace(trace, row=number, col=1)
+        if panel.x:
+            figure.update_xaxes(panel.x, row=number, col=1, automargin=True)
+            figure.update_yaxes(panel.y, row=number, col=1, automargin=True)
+            legend = f"legend{number}"
+            top = next(figure.select_yaxes(row=number, col=1)).domain[1]
+            figure.update_traces(legend=legend, row=number, col=1)
+            figure.update_layout({legend: {"x": 0.76, "y": top, "yanchor": "top", "traceorder": "normal"}})
+    return figure
 
 
-def _text(value: object) -> str:
-    return html.escape(str(value))
+def _escaped(value: object) -> str:
+    """Plotly takes some HTML in texts."""
+    return html.escape(str(value), quote=False)
 
 
-def _name(row: Mapping[str, Any]) -> str:
-    """The name of a row, with places at which a line may break."""
-    return re.sub(r"([:,])", r"\1<wbr>", _text(row["name"]))
+# ---- tables ----
 
 
-def _wire(count: float | None) -> str:
-    return table.NOT_MEASURED if count is None else table.megabytes(count)
+def _table(columns: Mapping[str, Sequence[str]], widths: Sequence[float], colours: Sequence[str] = ("white",)) -> Any:
+    return graph_objects.Table(
+        header={"values": [f"<b>{_escaped(name)}</b>" for name in columns], "align": "left"},
+        cells={
+            "values": [list(map(_escaped, column)) for column in columns.values()],
+            "align": "left",
+            "height": 26,
+            "fill_color": [list(colours)],
+        },
+        columnwidth=list(widths),
+    )
+
+
+def _height(texts: Sequence[str]) -> int:
+    return 70 + sum(8 + 20 * math.ceil(len(text) / _CHARACTERS) for text in texts)
+
+
+def _summary(document: Document) -> _Panel:
+    verdict = document["no_verdict"] if document["verdict"] is None else document["verdict"]["sentence"]
+    texts = [*([verdict] if verdict else []), _facts(document)]
+    return _Panel("", [_table({f"paceline compare {document['script']}": texts}, [1])], _height(texts))
 
 
 def _facts(document: Document) -> str:
@@ -125,155 +113,119 @@ def _facts(document: Document) -> str:
     accelerators = (
         f"{machine['accelerators']} × {machine['accelerator']}" if machine["accelerators"] else "no accelerator"
     )
-    facts = (
+    return (
         f"{_count(document['rounds'], 'round')} of {_count(document['steps'], 'step')} each, the first "
         f"{document['warmup']} not timed; {_count(document['nproc'], 'replica')}; {machine['system']}, "
         f"{_count(machine['cores'], 'core')}, {accelerators}; torch "
         f"{machine['torch']}, Paceline {document['paceline']}; {document['time']}"
     )
-    return _text(facts)
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _table(rows: Rows, chosen: str | None) -> str:
-    heads = "".join(f'<th>{_text(name)}<span class="note">{_text(unit)}</span></th>' for name, unit, _ in _COLUMNS)
-    lines = [f"<tr><th>strategy</th>{heads}</tr>"]
-    for row in rows:
-        mark = ' class="chosen"' if row["name"] == chosen else ""
-        cells = "".join(f"<td>{_text(cell(row))}</td>" for _, _, cell in _COLUMNS)
-        lines.append(f"<tr{mark}><td>{_name(row)}</td>{cells}</tr>")
-    return f'<div class="wide"><table>{"".join(lines)}</table></div><p class="note">-: not measured.</p>'
+def _figures(rows: Rows, chosen: str | None) -> _Panel:
+    columns = {heading: list(map(cell, rows)) for *_, heading, cell in table.COLUMNS}
+    colours = ["#dbe9f4" if row["name"] == chosen else "white" for row in rows]
+    made = _table(columns, [2.6] + [1] * (len(columns) - 1), colours)
+    return _Panel("Figures (-: not measured)", [made], 110 + 28 * len(rows))
 
 
-# --- charts
+def _reasons(rows: Rows) -> _Panel:
+    found: list[tuple[str, str, str]] = []
+    for heading, key, ran in (
+        ("Why losses differ", "loss_difference_cause", True),
+        ("Failed in a later round", "failed", True),
+        ("Did not run", "failed", False),
+    ):
+        found += [(heading, row["name"], row[key]) for row in rows if table.ran(row) is ran and row[key]]
+    columns = dict(zip(("", "strategy", "why"), zip(*found)))
+    return _Panel("", [_table(columns, [1, 1.5, 4])] if found else [], 20 + _height([2 * why for _, _, why in found]))
 
 
-def _charts(rows: Rows) -> str:
-    from plotly import graph_objects, io
-
-    figures = [_speed(graph_objects, rows), _parts(graph_objects, rows), _memory(graph_objects, rows)]
-    figures += [_wires(graph_objects, rows), _losses(graph_objects, rows), _differences(graph_objects, rows)]
-    options = {"displayModeBar": False, "responsive": True}
-    return "\n".join(
-        "<div>" + io.to_html(figure, full_html=False, include_plotlyjs=False, config=options) + "</div>"
-        for figure in figures
-        if figure is not None
-    )
+# ---- charts ----
 
 
-def _figure(library: Any, title: str, traces: Sequence[Any], height: int, **layout: Any) -> Any:
-    """A chart. Its legend, if it has one, stands below the axis, with a line for each trace."""
-    legend = 22 * len(traces) if len(traces) > 1 or layout.get("showlegend") else 0
-    figure = library.Figure(traces)
-    figure.update_layout(
-        title={"text": title, "font": {"size": 16}, "x": 0, "y": 1, "yref": "container", "pad": {"t": 6, "l": 4}},
-        template="plotly_white",
-        height=height + legend,
-        margin={"l": 10, "r": 16, "t": 40, "b": 56 + legend},
-        legend={"x": 0, "y": -52 / (height - 96), "yanchor": "top"},
-        font={"family": "system-ui, sans-serif", "size": 13},
-        **layout,
-    )
-    figure.update_xaxes(automargin=True)
-    figure.update_yaxes(automargin=True)
-    return figure
+def _bars(title: str, unit: str, rows: Rows, values: Mapping[str, Sequence[float | None]], *more: Any) -> _Panel:
+    """Horizontal bars, one above the other's end, in the order of the table. values: by the name in the legend."""
+    names = [_escaped(row["name"]) for row in rows]
+    bars = [
+        graph_objects.Bar(x=list(x), y=names, orientation="h", name=name, marker_color=colour)
+        for (name, x), colour in zip(values.items(), _COLOURS)
+        if any(x)
+    ]
+    axes = {"title": unit, "rangemode": "tozero"}, {"autorange": "reversed"}
+    return _Panel(title, [*bars, *more] if bars else [], 40 + 34 * len(rows), *axes)
 
 
-def _bars(library: Any, title: str, rows: Rows, traces: Sequence[Any], unit: str) -> Any:
-    """Horizontal bars, in the order of the table from above."""
-    axes = {"xaxis": {"title": unit, "rangemode": "tozero"}, "yaxis": {"autorange": "reversed"}}
-    return _figure(library, title, traces, 110 + 34 * len(rows), barmode="stack", **axes)
+def _speed(rows: Rows) -> _Panel:
+    rounds = [(value, _escaped(row["name"])) for row in rows for value in row["examples_per_second_by_round"]]
+    x, y = zip(*rounds)
+    marker = {"color": "black", "symbol": "line-ns-open", "size": 12}
+    points = graph_objects.Scatter(x=x, y=y, mode="markers", name="each round", marker=marker)
+    median = {"median": [row["examples_per_second"] for row in rows]}
+    return _bars("Examples per second", "examples/s", rows, median, points)
 
 
-def _names(rows: Rows) -> list[str]:
-    """The rows' names, escaped: Plotly takes some HTML in labels."""
-    return [_text(row["name"]) for row in rows]
-
-
-def _speed(library: Any, rows: Rows) -> Any:
-    names = _names(rows)
-    values = [row["examples_per_second"] for row in rows]
-    rounds = [(name, value) for name, row in zip(names, rows) for value in row["examples_per_second_by_round"]]
-    bars = library.Bar(x=values, y=names, orientation="h", marker_color=_BLUE, name="median")
-    points = library.Scatter(
-        x=[value for _, value in rounds],
-        y=[name for name, _ in rounds],
-        mode="markers",
-        name="each round",
-        marker={"color": "#1c1c1c", "symbol": "line-ns-open", "size": 12},
-    )
-    return _bars(library, "Examples per second", rows, [bars, points], "examples/s")
-
-
-def _parts(library: Any, rows: Rows) -> Any:
-    kinds = (
-        ("compute_seconds", "computing", _BLUE),
-        ("waiting_for_data_seconds", "waiting for data", _ORANGE),
-        ("communicating_seconds", "communicating, computing nothing", _GREEN),
-    )
-    traces = []
-    for key, name, colour in kinds:
-        values = [None if row["mean_step"][key] is None else 1e3 * row["mean_step"][key] for row in rows]
-        traces.append(library.Bar(x=values, y=_names(rows), orientation="h", name=name, marker_color=colour))
-    rest = [
-        1e3 * (row["step_seconds"]["mean"] - row["mean_step"]["waiting_for_data_seconds"])
+def _parts(rows: Rows) -> _Panel:
+    kinds = {
+        "computing": "compute_seconds",
+        "waiting for data": "waiting_for_data_seconds",
+        "communicating, computing nothing": "communicating_seconds",
+    }
+    steps = {name: [_milliseconds(row["mean_step"][key]) for row in rows] for name, key in kinds.items()}
+    steps["computing or communicating (not told apart)"] = [
+        _milliseconds(row["step_seconds"]["mean"] - row["mean_step"]["waiting_for_data_seconds"])
         if row["mean_step"]["compute_seconds"] is None
         else None
         for row in rows
     ]
-    if any(value is not None for value in rest):
-        name = "computing or communicating (not told apart)"
-        traces.append(library.Bar(x=rest, y=_names(rows), orientation="h", name=name, marker_color=_GREY))
-    return _bars(library, "A mean step, in milliseconds", rows, traces, "ms")
+    return _bars("A mean step, in milliseconds", "ms", rows, steps)
 
 
-def _memory(library: Any, rows: Rows) -> Any:
-    values = [max(row["peak_memory_bytes_by_rank"]) / 1e6 for row in rows]
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1e3 * seconds
+
+
+def _memory(rows: Rows) -> _Panel:
     kind = "of tensors" if rows[0]["peak_memory_kind"] == "allocated" else "resident, with torch itself"
-    bars = library.Bar(x=values, y=_names(rows), orientation="h", marker_color=_BLUE)
-    return _bars(library, f"Peak memory of the largest rank ({kind})", rows, [bars], "MB")
+    peaks = {"memory": [max(row["peak_memory_bytes_by_rank"]) / 1e6 for row in rows]}
+    return _bars(f"Peak memory of the largest rank ({kind})", "MB", rows, peaks)
 
 
-def _wires(library: Any, rows: Rows) -> Any:
+def _wire(rows: Rows) -> _Panel:
     known = [row for row in rows if row["wire_bytes_per_step"] is not None]
-    if not any(row["wire_bytes_per_step"] for row in known):
-        return None
-    values = [row["wire_bytes_per_step"] / 1e6 for row in known]
-    bars = library.Bar(x=values, y=_names(known), orientation="h", marker_color=_BLUE)
-    return _bars(library, "Sent in a step, by all ranks", known, [bars], "MB")
+    sent = {"sent": [row["wire_bytes_per_step"] / 1e6 for row in known]}
+    return _bars("Sent in a step, by all ranks", "MB", known, sent)
 
 
-def _losses(library: Any, rows: Rows) -> Any:
-    traces = []
-    for number, row in enumerate(rows):
-        losses = [entry["loss"] for entry in row["losses"]]
-        if losses:
-            traces.append(_line(library, number, row["name"], [v if math.isfinite(v) else None for v in losses]))
-    if not traces:
-        return None
-    axes = {"xaxis": {"title": "step"}, "yaxis": {"title": "mean over the global batch"}}
-    return _figure(library, "Loss", traces, 340, **axes)
+def _losses(rows: Rows) -> _Panel:
+    losses = [[entry["loss"] for entry in row["losses"]] for row in rows]
+    return _lines("Loss", rows, losses, {"title": "mean over the global batch"})
 
 
-def _differences(library: Any, rows: Rows) -> Any:
+def _differences(rows: Rows) -> _Panel:
     losses = {row["name"]: {(e["epoch"], e["step"]): e["loss"] for e in row["losses"]} for row in rows}
-    traces = []
-    for number, row in enumerate(rows):
-        base = losses.get(row["loss_difference_from"], {})
-        pairs = [(value, base.get(key)) for key, value in losses[row["name"]].items()]
-        values = [abs(a - b) if a is not None and b is not None and a != b else None for a, b in pairs]
-        if any(value is not None and math.isfinite(value) for value in values):
-            traces.append(_line(library, number, row["name"], values, "lines+markers"))
-    if not traces:
-        return None
-    axes = {"xaxis": {"title": "step"}, "yaxis": {"type": "log", "exponentformat": "power", "dtick": 1}}
-    return _figure(library, "How far the loss is from that of single", traces, 340, showlegend=True, **axes)
+    differences = [
+        [abs(loss - losses[row["loss_difference_from"]].get(step, math.nan)) or None for step, loss in own.items()]
+        for row, own in zip(rows, losses.values())
+    ]
+    axis = {"type": "log", "exponentformat": "power", "dtick": 1}
+    return _lines("How far the loss is from that of single", rows, differences, axis)
 
 
-def _line(library: Any, number: int, name: str, values: Sequence[float | None], mode: str = "lines") -> Any:
-    style = {"color": _COLOURS[number % len(_COLOURS)], "dash": _DASHES[number % len(_DASHES)], "width": 2}
-    steps = list(range(1, len(values) + 1))
-    return library.Scatter(x=steps, y=values, mode=mode, name=_text(name), line=style)
+def _lines(title: str, rows: Rows, values: Sequence[Sequence[float | None]], y: Mapping[str, Any]) -> _Panel:
+    """A line for each row that has finite values, over the steps."""
+    lines = [
+        graph_objects.Scatter(
+            x=list(range(1, len(own) + 1)),
+            y=own,
+            mode="lines+markers",
+            name=_escaped(row["name"]),
+            line={"color": _COLOURS[number % len(_COLOURS)], "dash": _DASHES[number % len(_DASHES)]},
+        )
+        for number, (row, own) in enumerate(zip(rows, values))
+        if any(value is not None and math.isfinite(value) for value in own)
+    ]
+    return _Panel(title, lines, 340, {"title": "step"}, y)

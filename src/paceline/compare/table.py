@@ -1,50 +1,66 @@
-"""The table in the terminal, and its numbers as people read them. Pure."""
+"""The table of a comparison, and its numbers as people read them. Pure.
+
+A row is an entry of the document's `rows` (document.py). The terminal and the HTML page have the same columns.
+"""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
-
-from paceline.compare.figures import Row
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 NOT_MEASURED = "-"
-HEADINGS = (
-    ("", "examples/s", "step ms", "", "ms of it in", "", "", "memory", "wire", "loss", "start"),
-    ("strategy", "median", "median", "p95", "compute", "data", "comm", "MB/rank", "MB/step", "differs", "s"),
-)
 WIDTH = 118
 
+Entry = Mapping[str, Any]
+COLUMNS: Sequence[tuple[str, str, str, Callable[[Entry], str]]] = (
+    # two lines of heading in the terminal, the heading on the page, and a row's cell
+    ("", "strategy", "strategy", lambda row: row["name"]),
+    ("examples/s", "median", "examples a second", lambda row: number(row["examples_per_second"])),
+    ("step ms", "median", "step, ms (median)", lambda row: milliseconds(row["step_seconds"]["median"])),
+    ("", "p95", "step, ms (p95)", lambda row: milliseconds(row["step_seconds"]["p95"])),
+    ("ms of it in", "compute", "compute, ms", lambda row: milliseconds(row["mean_step"]["compute_seconds"])),
+    ("", "data", "data, ms", lambda row: milliseconds(row["mean_step"]["waiting_for_data_seconds"])),
+    ("", "comm", "comm, ms", lambda row: milliseconds(row["mean_step"]["communicating_seconds"])),
+    ("memory", "MB/rank", "memory, MB a rank", lambda row: f"{max(row['peak_memory_bytes_by_rank']) / 1e6:,.0f}"),
+    ("wire", "MB/step", "wire, MB a step", lambda row: megabytes(row["wire_bytes_per_step"])),
+    ("loss", "differs", "loss differs by", lambda row: difference(row["loss_difference"])),
+    ("start", "s", "start, s", lambda row: f"{row['start_up_seconds']:.1f}"),
+)
 
-def render_table(rows: Sequence[Row]) -> str:
+
+def ran(row: Entry) -> bool:
+    """Whether a row has figures."""
+    return "examples_per_second" in row
+
+
+def render_table(rows: Sequence[Entry]) -> str:
     """Lines, each ending in a newline: a row for each case that ran, and below the table why the others did not run."""
-    cells = [*HEADINGS, *(_cells(row) for row in rows if row.figures is not None)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(HEADINGS[0]))]
+    measured = [row for row in rows if ran(row)]
+    columns = [[above, below, *map(cell, measured)] for above, below, _, cell in COLUMNS]
+    widths = [max(map(len, column)) for column in columns]
     lines = []
-    for number, line in enumerate(cells):
-        first, *rest = (
-            cell.ljust(width) if column == 0 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        lines.append("  ".join([first, *rest]).rstrip())
-        if number == len(HEADINGS) - 1:
-            lines.append("  ".join("-" * width for width in widths))
-    served = [row.case for row in rows if row.figures is not None and row.case.servers]
+    for first, *rest in zip(*columns):
+        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(rest, widths[1:]))]
+        lines.append("  ".join(cells).rstrip())
+    lines.insert(2, "  ".join("-" * width for width in widths))
+    served = [row for row in measured if row["servers"]]
     if served:
         lines.append("")
-    for case in served:
-        replicas, servers = case.processes - case.servers, case.servers
-        lines.append(f"{case.name}: {servers} server{'s' * (servers > 1)} beside the {replicas} replicas.")
-    lone = [row.case.alone for row in rows if row.figures is not None and row.case.alone]
-    if lone:
-        lines += ["", *dict.fromkeys(f"{text[0].upper()}{text[1:]}" for text in lone)]
-    lines += _section("Did not run:", [f"{r.case.name}: {r.failed}" for r in rows if r.figures is None])
-    later = [f"{r.case.name}: {r.failed}" for r in rows if r.figures is not None and r.failed is not None]
+    for row in served:
+        replicas, servers = row["processes"] - row["servers"], row["servers"]
+        lines.append(f"{row['name']}: {servers} server{'s' * (servers > 1)} beside the {replicas} replicas.")
+    notes = [row["note"] for row in measured if row.get("note")]
+    if notes:
+        lines += ["", *dict.fromkeys(f"{text[0].upper()}{text[1:]}" for text in notes)]
+    lines += _section("Did not run:", [f"{row['name']}: {row['failed']}" for row in rows if not ran(row)])
+    later = [f"{row['name']}: {row['failed']}" for row in measured if row["failed"] is not None]
     lines += _section("Failed after the rounds that the figures are of:", later)
     causes: dict[str, list[str]] = {}
-    for row in rows:
-        if row.cause is not None:
-            causes.setdefault(row.cause, []).append(row.case.name)
+    for row in measured:
+        if row["loss_difference_cause"] is not None:
+            causes.setdefault(row["loss_difference_cause"], []).append(row["name"])
     lines += _section("Why losses differ:", [f"{', '.join(names)}: {cause}." for cause, names in causes.items()])
     return "\n".join(lines) + "\n"
 
@@ -55,24 +71,6 @@ def _section(heading: str, entries: Sequence[str]) -> list[str]:
     for entry in entries:
         lines += textwrap.wrap(entry, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
     return lines
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    f = row.figures
-    assert f is not None
-    return (
-        row.case.name,
-        number(f.examples_per_second),
-        milliseconds(f.step_seconds),
-        milliseconds(f.p95_seconds),
-        milliseconds(f.compute),
-        milliseconds(f.waiting),
-        milliseconds(f.communicating),
-        f"{max(f.memory) / 1e6:,.0f}",
-        NOT_MEASURED if f.wire is None else megabytes(f.wire),
-        difference(row.difference),
-        f"{f.start_up:.1f}",
-    )
 
 
 def number(value: float) -> str:
@@ -87,7 +85,9 @@ def milliseconds(seconds: float | None) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def megabytes(count: float) -> str:
+def megabytes(count: float | None) -> str:
+    if count is None:
+        return NOT_MEASURED
     value = count / 1e6
     return f"{value:,.1f}" if value >= 10 else f"{value:.3f}" if value else "0"
 

@@ -88,6 +88,28 @@ def cut(count: int, parts: int, part: int) -> tuple[int, int]:
     return start, start + size + (part < left)
 
 
+class GlobalBatches(Sequence[Sequence[int]]):
+    """The indices of each global batch of an epoch: an order, cut into `count` pieces of `size`, the last one of which
+    may be shorter.
+
+    order: has slices, such as an array, a range, or an order.KeyedOrder.
+    """
+
+    def __init__(self, order: Any, size: int, count: int) -> None:
+        self._order, self._size, self._count = order, size, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, step: int) -> Sequence[int]:  # type: ignore[override]  # one, and no slice of them
+        first = range(self._count)[step] * self._size
+        return self._order[first : first + self._size]
+
+    def first(self, limit: int | None) -> GlobalBatches:
+        """The first `limit` of them; None: all."""
+        return GlobalBatches(self._order, self._size, self._count if limit is None else min(limit, self._count))
+
+
 class Pass(NamedTuple):
     """One pass over a training loader's data."""
 
@@ -107,6 +129,14 @@ class Pass(NamedTuple):
         if isinstance(batches, Sequence):
             return ((step, batches[step]) for step in range(self.start, len(batches)))
         return islice(enumerate(batches), self.start, None)
+
+
+class Layout(NamedTuple):
+    """How a global batch of one size becomes the yields of a process."""
+
+    yields: list[tuple[tuple[int, int, int, int], ...]]  # for each its (shard, micro-batch, first, end) in the batch
+    mean_over: int  # how many examples this process's gradient is a mean over
+    micro_batches: int  # of each shard
 
 
 @dataclass(frozen=True)
@@ -139,6 +169,18 @@ class BatchPlan(ABC):
         known."""
         return sum(number * len(self.yields(self.micro_batches(size, micro_batch))) for size, number in sizes.items())
 
+    def layout(self, total: int, micro_batch: int | None) -> Layout:
+        """How a global batch of `total` examples becomes the yields of this process."""
+        micro_batches = self.micro_batches(total, micro_batch)
+
+        def place(shard: int, micro: int) -> tuple[int, int, int, int]:
+            start, stop = cut(total, self.shards, shard) if shard < self.shards else (total, total)
+            low, high = cut(stop - start, micro_batches, micro)
+            return shard, micro, start + low, start + high
+
+        yields = [tuple([place(shard, micro) for shard, micro in pairs]) for pairs in self.yields(micro_batches)]
+        return Layout(yields, self.mean_over(total), micro_batches)
+
     def requests(
         self,
         batch: Sequence[int],
@@ -152,36 +194,37 @@ class BatchPlan(ABC):
     ) -> Iterator[Request]:
         """The yields of one global batch, given by its indices. The last one carries the probe. sampled, whole: see
         Pass."""
-        total, shards = len(batch), self.shards
+        return self._requests(self.layout(len(batch), micro_batch), batch, epoch, step, probe, sampled, whole)
+
+    def _requests(
+        self, layout: Layout, batch: Sequence[int], epoch: int, step: int, probe: Any, sampled: bool, whole: bool
+    ) -> Iterator[Request]:
         visits = _visits(batch, step) if sampled else ()
         everything = _integers(batch) if whole else ()
-        micro_batches = self.micro_batches(total, micro_batch)
-        first, mean_over = int(batch[0]), self.mean_over(total)
-
-        def part(shard: int, micro: int) -> Part:
-            start, stop = cut(total, shards, shard) if shard < shards else (total, total)
-            low, high = cut(stop - start, micro_batches, micro)
-            low, high = start + low, start + high
-            return Part(shard, micro, _integers(batch[low:high]), low, visits[low:high])
-
-        yields = self.yields(micro_batches)
-        last = len(yields) - 1
-        for number, pairs in enumerate(yields):
-            parts = tuple([part(shard, micro) for shard, micro in pairs])
+        total, first, last = len(batch), int(batch[0]), len(layout.yields) - 1
+        array = isinstance(batch, np.ndarray)
+        for number, places in enumerate(layout.yields):
+            examples, parts = 0, []
+            for shard, micro, low, high in places:
+                piece: Any = batch[low:high]
+                indices = tuple(piece.tolist()) if array else _integers(piece)
+                parts.append(Part(shard, micro, indices, low, visits[low:high]))
+                examples += high - low
+            final = number == last
             yield Request(
                 epoch,
                 step,
-                micro=number,
-                micros=last + 1,
-                total=total,
-                first=first,
-                parts=parts,
-                probe=probe if number == last else None,
-                mean_over=mean_over,
-                whole=everything,
-                micro_batches=micro_batches,
-                examples=sum([len(one.indices) for one in parts]),
-                final=number == last,
+                number,
+                last + 1,
+                total,
+                first,
+                tuple(parts),
+                probe if final else None,
+                layout.mean_over,
+                everything,
+                layout.micro_batches,
+                examples,
+                final,
             )
 
     def fetch(self, data: Pass, probe: Callable[[Sequence[int]], Any], made: Made) -> Iterator[Fetched]:
@@ -189,13 +232,16 @@ class BatchPlan(ABC):
         batch."""
 
         def wanted() -> Iterator[Request]:
-            due = data.probing
+            due, layouts = data.probing, dict[int, Layout]()  # by the size of a global batch
             for step, batch in data.steps():
-                if len(batch):
-                    its, due = probe(batch) if due else None, False
-                    yield from self.requests(
-                        batch, data.epoch, step, data.micro_batch, its, sampled=data.sampled, whole=data.whole
-                    )
+                total = len(batch)
+                if not total:
+                    continue
+                layout = layouts.get(total)
+                if layout is None:
+                    layout = layouts[total] = self.layout(total, data.micro_batch)
+                its, due = probe(batch) if due else None, False
+                yield from self._requests(layout, batch, data.epoch, step, its, data.sampled, data.whole)
 
         return made(wanted())
 

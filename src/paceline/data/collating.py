@@ -48,7 +48,7 @@ class Streams:
         self._collate = mix(seed, tag("collate"), tag(name))
         self._rows = mix(seed, tag("rows"), tag(name))
         self._noise = mix(seed, tag("noise"), tag(name))
-        self._yield = mix(seed, tag("yield"), tag(name))
+        self.of_yields = mix(seed, tag("yield"), tag(name))
 
     def seed_example(self, epoch: int, index: int) -> None:
         """Seed the global generators for one example, before the data set makes it."""
@@ -76,11 +76,11 @@ class Streams:
 
     def torch_key(self, request: Request, shard: int, micro: int) -> int:
         """For torch's generators while the model computes a micro-batch: noise differs between shards."""
-        return mix(self._yield, request.epoch, request.step, shard, micro)
+        return mix(self.of_yields, request.epoch, request.step, shard, micro)
 
     def python_key(self, request: Request) -> int:
         """For Python's and NumPy's generators while the model computes: all shards make the same choices."""
-        return mix(self._yield, request.epoch, request.step)
+        return mix(self.of_yields, request.epoch, request.step)
 
     def _row_keys(self, purpose: int, request: Request, part: Part) -> RowKeys:
         def make() -> np.ndarray:

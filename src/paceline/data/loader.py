@@ -11,13 +11,15 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from multiprocessing import reduction
+from operator import attrgetter
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from paceline.comm import collectives, generators
 from paceline.data import randomness
@@ -66,6 +68,9 @@ class Bundle:
         raise UsageError(_CANNOT_BE_UNPACKED)
 
 
+_device_of = attrgetter("device")
+
+
 class LoopExit(NamedTuple):
     """Where a loop over a loader was left before its end."""
 
@@ -87,7 +92,7 @@ class Loader:
         device: torch.device,
         on_yield: Callable[[Loader], None],
         on_end: Callable[[Loader, bool], None] = lambda loader, whole: None,
-        on_body_end: Callable[[Loader], None] | None = None,
+        on_body_end: Sequence[Callable[[Loader], None]] = (),
         noise: Noise | None = None,
         later: Mapping[int, Source] | None = None,
     ) -> None:
@@ -209,7 +214,10 @@ class Loader:
             request = None
             for request, batches in self._fetch(epoch, start):
                 self._begin_yield(request)
-                self.presented = self._on_device(request, batches)
+                batch = batches[0]
+                flat = type(batch) is list and {*map(type, batch)} == {Tensor} and not self._plan.bundled
+                there = flat and {*map(_device_of, batch)} == {self._device}  # as what default_collate makes for a CPU
+                self.presented = batch if there else self._on_device(request, batches)
                 if self.noise is None:
                     yield self.presented
                 else:
@@ -217,8 +225,8 @@ class Loader:
                     self.noise.begin_yield(self.streams, request, part)
                     yield self.presented
                     self.noise.end_yield()
-                if self._on_body_end is not None:
-                    self._on_body_end(self)
+                for hook in self._on_body_end:
+                    hook(self)
             whole = True
             if request is None and start == 0 and (self._plan.in_step or not self.steps):
                 raise SettingError(self._source.why_empty())
@@ -264,19 +272,14 @@ class Loader:
     def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
         """The source's batches; the time spent waiting for them is measured."""
         self._plan = self._source.plan()
-        fetched = self._from_source(epoch, start)
-        while True:
-            began = time.perf_counter()
-            item = next(fetched, None)
-            self.fetched_at = time.perf_counter()
-            self.waited += self.fetched_at - began
-            if item is None:
-                return
-            yield item
-
-    def _from_source(self, epoch: int, start: int) -> Iterator[Fetched]:
         try:
-            yield from self._source.fetch(epoch, start)
+            began = time.perf_counter()
+            for item in self._source.fetch(epoch, start):
+                self.fetched_at = time.perf_counter()
+                self.waited += self.fetched_at - began
+                yield item
+                began = time.perf_counter()
+            self.waited += time.perf_counter() - began
         except Exception as error:
             if any(frame.f_code is reduction.dump.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
                 raise UsageError(_cannot_be_sent(self.name, error)) from error  # while a worker was started
@@ -288,9 +291,9 @@ class Loader:
         empty = not part.indices if len(request.parts) == 1 else () in [its.indices for its in request.parts]
         if empty or ZERO_ROWS.left:
             ZERO_ROWS.begin_yield(self, empty)
-        randomness.seed_torch(self.streams.torch_key(request, part.shard, part.micro), self._device)
-        self.key = self.streams.python_key(request)
-        randomness.seed_python(self.key)
+        self.key = randomness.seed_yield(
+            self.streams.of_yields, request.epoch, request.step, part.shard, part.micro, self._device
+        )
         self._on_yield(self)
 
     def _on_device(self, request: Request, batches: list[Any]) -> Any:

@@ -10,7 +10,6 @@ with splitmix64's finalizer for its round function; a place that leads out of th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -102,22 +101,3 @@ def _number_below(size: np.uint64, words: np.ndarray, key: np.uint64) -> np.ndar
         state *= size
         state >>= _HALF
         return state
-
-
-class GlobalBatches(Sequence[Sequence[int]]):
-    """The indices of each global batch of an epoch: an order, cut into `count` pieces of `size`, the last one of which
-    may be shorter."""
-
-    def __init__(self, order: range | np.ndarray | KeyedOrder, size: int, count: int) -> None:
-        self._order, self._size, self._count = order, size, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, step: int) -> Sequence[int]:  # type: ignore[override]  # one, and no slice of them
-        first = range(self._count)[step] * self._size
-        return self._order[first : first + self._size]  # type: ignore[return-value]  # an array, or a range
-
-    def first(self, limit: int | None) -> GlobalBatches:
-        """The first `limit` of them; None: all."""
-        return GlobalBatches(self._order, self._size, self._count if limit is None else min(limit, self._count))

@@ -20,9 +20,13 @@ import torch
 _MASK = (1 << 64) - 1
 
 
-def mix(*words: int) -> int:
-    """A 64-bit key made of whole numbers. The order of the words matters."""
-    state = 0x9E3779B97F4A7C15
+_START = 0x9E3779B97F4A7C15
+
+
+def mix(*words: int, start: int = _START) -> int:
+    """A 64-bit key made of whole numbers. The order of the words matters. start: mix(*a, start=mix(*b)) is
+    mix(*b, *a)."""
+    state = start
     for word in words:
         state = (state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
@@ -75,6 +79,17 @@ def seed_python(key: int) -> None:
     """
     random.seed(key)
     np.random.seed(key >> 32)
+
+
+def seed_yield(purpose: int, epoch: int, step: int, shard: int, micro: int, device: torch.device) -> int:
+    """Seed all global generators for a micro-batch that the model is about to compute: torch's by the shard, since
+    noise differs between shards; Python's and NumPy's alike for all shards, which make the same choices. Returns the
+    key of these two."""
+    key = mix(purpose, epoch, step)
+    seed_torch(mix(shard, micro, start=key), device)
+    random.seed(key)
+    np.random.seed(key >> 32)
+    return key
 
 
 def seed_some(key: int, names: Collection[str]) -> None:

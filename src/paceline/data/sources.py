@@ -19,9 +19,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from paceline.data import order
 from paceline.data.agreement import check_same_data, probe_of_indices
-from paceline.data.batch_plan import BatchPlan, Fetched, Pass, Request
+from paceline.data.batch_plan import BatchPlan, Fetched, GlobalBatches, Pass, Request
 from paceline.data.collating import SCOPES, Collator, Streams
-from paceline.data.fetch import Answer, MapFetcher, StreamFetcher, converted, is_stream
+from paceline.data.fetch import MapFetcher, StreamFetcher, converted, is_stream
 from paceline.data.made_batches import RowDataset
 from paceline.data.randomness import mix, tag
 from paceline.data.sampler_rng import SamplerRNG, generators_of
@@ -179,17 +179,11 @@ class MapSource(Source):
         return plan.fetch(data, probe_of_indices, self._answer)
 
     def _answer(self, requests: Iterator[Request]) -> Iterator[Fetched]:
-        # What torch's loader would do, without its 40 us a batch. A tool that wraps its iterators sees this loader too.
+        # A tool that wraps the iterators of torch's loaders sees this loader too.
         if self._loader.num_workers == 0 and not hasattr(DataLoader.__iter__, "__wrapped__"):
-            return self._fetched_here(requests)
+            return self._fetcher.answers(requests, self._loader.pin_memory and torch.accelerator.is_available())
         self._requests.current = requests
         return iter(self._loader)
-
-    def _fetched_here(self, requests: Iterator[Request]) -> Iterator[Fetched]:
-        pins = self._loader.pin_memory and torch.accelerator.is_available()
-        for request in requests:
-            answer = converted(Answer(*self._fetcher[request]))
-            yield answer.pin_memory() if pins else answer
 
     def _batches(self, epoch: int) -> Iterable[Sequence[int]]:
         """The indices of each global batch of the data."""
@@ -203,7 +197,7 @@ class MapSource(Source):
         places: Any = range(length)
         if self.shuffle:
             places = order.order_of(length, self.seed, self.name, epoch, self.order_version(epoch))
-        return order.GlobalBatches(places, size, length // size if self.drop_last else -(-length // size))
+        return GlobalBatches(places, size, length // size if self.drop_last else -(-length // size))
 
     def _cut(self, sampled: Iterator[Any], size: int) -> Iterator[Sequence[int]]:
         while batch := list(islice(sampled, size)):
@@ -212,7 +206,7 @@ class MapSource(Source):
 
     def _limited(self, batches: Iterable[Sequence[int]]) -> Iterable[Sequence[int]]:
         limit = self.limit()
-        if isinstance(batches, order.GlobalBatches):
+        if isinstance(batches, GlobalBatches):
             return batches.first(limit)
         return islice(batches, limit)
 

@@ -18,8 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.doctor.findings import MODEL, Finding
-from paceline.doctor.findings_text import text
+from paceline.doctor.findings import MODEL, Finding, text
 from paceline.doctor.rules import DIVERGENCE, find_faults
 from paceline.doctor.rules.collective_rules import CollectiveChecker, refused_call, uneven_loop
 from paceline.doctor.rules.recorded_run import RecordedRun, read_run

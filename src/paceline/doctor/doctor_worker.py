@@ -17,6 +17,7 @@ from typing import Any
 
 from paceline.launcher import worker
 from paceline.launcher.import_hook import after_import, stay_first
+from paceline.observe.records import append_record
 from paceline.world import DOCTOR
 
 
@@ -42,8 +43,7 @@ def _note_if_unwatched(order: dict[str, Any], watched: list[ModuleType], pid: in
     """Leave an event where torch is loaded now, and its execution was not seen."""
     if "torch" in sys.modules and not watched and os.getpid() == pid:
         path = os.path.join(order["directory"], f"rank-{os.environ.get('RANK', '0')}.jsonl")
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(json.dumps({"k": "unseen", "t": 0.0, "at": []}) + "\n")
+        append_record(path, {"k": "unseen", "t": 0.0, "at": []})
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from paceline.export.checkpoint_weights import DTYPES, Weights, in_dtype, listed
 from paceline.state import checkpoint
 from paceline.state.atomic import explained, write_whole
 from paceline.state.checkpoint import CANNOT_EXPORT
+from paceline.torch_private.core import save
 
 ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".onnx": "onnx"}
 """What --to is where the file's name says it."""
@@ -64,7 +65,7 @@ def export(options: ExportOptions, say: Callable[[str], None] = click.echo) -> P
     if kind == "onnx":
         told = _write_onnx(file, weights, options)
     elif kind == "torch":
-        write_whole(file, lambda whole: _save(rounded, whole), CANNOT_EXPORT, checksum=True)
+        write_whole(file, lambda whole: save(rounded.state, whole), CANNOT_EXPORT, checksum=True)
     else:
         checkpoint.export(file, rounded.tensors)
         if rounded.others:
@@ -128,32 +129,6 @@ def _check_output(file: Path, force: bool) -> None:
             raise IsADirectoryError(errno.EISDIR, "it is a directory, and the name of a file is needed")
         if file.exists() and not force:
             raise SettingError(f"{file} exists. Give another name (-o FILE), or --force to replace it.")
-
-
-def _save(weights: Weights, whole: Path) -> None:
-    """torch.save, for torch.load(weights_only=True)."""
-    failure: list[OSError] = []
-
-    class Watched:
-        """The open file. torch's writer tells of a full disk by an error without its number; the file's own is kept."""
-
-        def write(self, data: Any) -> int:
-            try:
-                return opened.write(data)
-            except OSError as error:
-                failure.append(error)
-                raise
-
-        def flush(self) -> None:
-            opened.flush()
-
-    with open(whole, "wb", buffering=0) as opened:
-        try:
-            torch.save(weights.state, Watched())  # type: ignore[arg-type]
-        except RuntimeError:
-            if failure:
-                raise failure[0] from None
-            raise
 
 
 def _write_onnx(file: Path, weights: Weights, options: ExportOptions) -> list[str]:

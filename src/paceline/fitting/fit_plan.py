@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.data.sources import check_limit
-from paceline.errors import SettingError, suggest
+from paceline.errors import SettingError, check_whole, suggest
 from paceline.fitting.best import Best
 from paceline.fitting.history import Checkpoints
 
@@ -53,8 +53,7 @@ class Plan:
 
         evaluated: the names of the metrics that `evaluate_on` gives beside its loss; None: nothing is evaluated.
         """
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-            raise SettingError(f"fit(epochs={epochs!r}): a whole number, at least 1, is needed.")
+        check_whole("fit", "epochs", epochs)
         if best is not None and not isinstance(best, Best):
             raise SettingError(f"fit(best={best!r}): write best=paceline.Best(monitor=..., mode=..., patience=...).")
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):

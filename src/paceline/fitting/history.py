@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import SettingError
+from paceline.errors import SettingError, check_whole
 from paceline.state.checkpoint import Scored, ranking
 
 
@@ -32,8 +32,8 @@ class Checkpoints:
 
     def __post_init__(self) -> None:
         for name, value in (("keep", self.keep), ("every", self.every), ("keep_best", self.keep_best)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise SettingError(f"Checkpoints({name}={value!r}): a whole number, at least 1, is needed.")
+            if value is not None:
+                check_whole("Checkpoints", name, value)
         if not isinstance(self.background, bool):
             raise SettingError(f"Checkpoints(background={self.background!r}): True or False is needed.")
 

@@ -9,20 +9,17 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline import session
-from paceline.comm import generators
-from paceline.errors import SettingError, UsageError
+from paceline.errors import SettingError, check_whole
 from paceline.fitting.evaluate import LossFn
 from paceline.fitting.model_loss import ModelLoss, used_columns
+from paceline.fitting.trial_run import trial_run
 from paceline.run import Run
 
 _SMOOTHING = 0.98  # of the running mean of the losses, whose beginning is corrected as Adam's is
@@ -74,38 +71,21 @@ def lr_find(
     """
     if not (isinstance(min_lr, (int, float)) and isinstance(max_lr, (int, float)) and 0 < min_lr < max_lr < math.inf):
         raise SettingError(f"lr_find(min_lr={min_lr!r}, max_lr={max_lr!r}): 0 < min_lr < max_lr is needed.")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
-        raise SettingError(f"lr_find(steps={steps!r}): a whole number of steps, at least 2, is needed.")
-    if session.current() is not None:
-        raise UsageError(
-            "lr_find: a run is open, and lr_find makes one of its own. Call it before paceline.start(), or close the "
-            "run: run.close()."
-        )
-    before = generators.get_state(torch.device("cpu"))
+    check_whole("lr_find", "steps", steps, least=2)
     if loss_fn is None:
         loss_fn, train_set = ModelLoss(), used_columns(train_set, model)
-    trained, its_optimizer = copy.deepcopy((model, optimizer))
+    rates = [min_lr * (max_lr / min_lr) ** (step / (steps - 1)) for step in range(steps)]
     # A gradient that is not finite ends the test, and is no error.
-    run = session.start(**{"progress": "off", "nonfinite": "skip", **(settings or {})})
-    try:
-        return _range_test(
-            run, trained, loss_fn, train_set, its_optimizer, global_batch, _rates(min_lr, max_lr, steps), loader_options
-        )
-    finally:
-        run.close()
-        generators.set_state(before, torch.device("cpu"))
-
-
-def _rates(first: float, last: float, steps: int) -> list[float]:
-    return [first * (last / first) ** (step / (steps - 1)) for step in range(steps)]
+    with trial_run("lr_find", model, optimizer, {"nonfinite": "skip", **(settings or {})}) as (run, copied, optimizer):
+        return _range_test(run, copied, optimizer, loss_fn, train_set, global_batch, rates, loader_options)
 
 
 def _range_test(
     run: Run,
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     loss_fn: LossFn,
     train_set: Any,
-    optimizer: torch.optim.Optimizer,
     global_batch: int,
     rates: list[float],
     options: dict[str, Any],
@@ -118,7 +98,7 @@ def _range_test(
     found = LearningRates([], [], [])
     shares = _shares(optimizer)
     running, top, count = 0.0, 0.0, 0.0
-    for batch in _without_end(run, loader):
+    for batch in (batch for _ in run.epochs(1 << 30) for batch in loader):  # of as many epochs as are needed
         if not top and not count:
             for group, share in zip(optimizer.param_groups, shares, strict=True):
                 group["lr"] = rates[len(found.lrs)] * share
@@ -151,9 +131,3 @@ def _shares(optimizer: torch.optim.Optimizer) -> list[float]:
             "others are to keep their proportion to it. Give it a rate above 0."
         )
     return [rate / rates[0] for rate in rates]
-
-
-def _without_end(run: Run, loader: Any) -> Iterator[Any]:
-    """The batches of as many epochs as are asked for."""
-    for _ in run.epochs(1 << 30):
-        yield from loader

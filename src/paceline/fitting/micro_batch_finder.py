@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,12 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline import session
-from paceline.comm import collectives, generators, mesh
-from paceline.errors import ModelError, SettingError, UsageError
+from paceline.comm import collectives, mesh
+from paceline.errors import ModelError, SettingError, UsageError, check_whole
 from paceline.fitting.evaluate import LossFn
 from paceline.fitting.memory_trial import Examples, MemoryTrial, Outcome
 from paceline.fitting.model_loss import ModelLoss, used_columns
+from paceline.fitting.trial_run import trial_run
 from paceline.run import Run
 from paceline.step.preparable import needs_closure
 
@@ -98,8 +97,7 @@ def find_micro_batch(
     Raises SettingError for arguments that cannot be and where the smallest micro-batch does not fit, UsageError in an
     open run, and whatever else the model or the loss raises.
     """
-    if isinstance(global_batch, bool) or not isinstance(global_batch, int) or global_batch < 1:
-        raise SettingError(f"find_micro_batch(global_batch={global_batch!r}): a whole number, at least 1, is needed.")
+    check_whole("find_micro_batch", "global_batch", global_batch)
     if not isinstance(reserve_mb, (int, float)) or not 0 <= reserve_mb < float("inf"):
         raise SettingError(f"find_micro_batch(reserve_mb={reserve_mb!r}): megabytes, from 0 on, are needed.")
     if "micro_batch" in loader_options:
@@ -109,17 +107,9 @@ def find_micro_batch(
             f"find_micro_batch(optimizer={type(optimizer).__name__}): it evaluates the loss of the whole global batch "
             "itself, and takes no micro-batches (run.step(optimizer, closure))."
         )
-    if session.current() is not None:
-        raise UsageError(
-            "find_micro_batch: a run is open, and find_micro_batch makes one of its own. Call it before "
-            "paceline.start(), or close the run: run.close()."
-        )
-    before = generators.get_state(torch.device("cpu"))
     if loss_fn is None:
         loss_fn, train_set = ModelLoss(), used_columns(train_set, model)
-    copies = copy.deepcopy((model, optimizer))
-    run = session.start(**{"progress": "off", **(settings or {})})
-    try:
+    with trial_run("find_micro_batch", model, optimizer, settings or {}) as (run, copied, its_optimizer):
         run.loader(
             train_set, **_whole(global_batch, loader_options)
         )  # raises what `fit` would raise of these arguments
@@ -127,11 +117,8 @@ def find_micro_batch(
         if not examples:
             raise SettingError("find_micro_batch: the data set, or its sampler, has no example to try.")
         shard = -(-global_batch // mesh.current().shards)
-        alone = MemoryTrial(*copies, loss_fn, examples, run.settings, run.device, int(reserve_mb * 1e6))
+        alone = MemoryTrial(copied, its_optimizer, loss_fn, examples, run.settings, run.device, int(reserve_mb * 1e6))
         return MicroBatches(_tried(run, alone, _sizes(run, model, shard, global_batch), global_batch, shard), shard)
-    finally:
-        run.close()
-        generators.set_state(before, torch.device("cpu"))
 
 
 def _whole(global_batch: int, options: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import generators
-from paceline.errors import SettingError, UsageError
+from paceline.errors import SettingError, UsageError, check_whole
 from paceline.metrics.metrics import evaluating
 
 
@@ -88,8 +88,7 @@ def summary(model: nn.Module, batch: Any = None, *, depth: int = 3) -> Summary:
     """
     if not isinstance(model, nn.Module):
         raise SettingError(f"summary({type(model).__name__}): a torch.nn.Module is needed.")
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise SettingError(f"summary(depth={depth!r}): a whole number, 0 or more, is needed.")
+    check_whole("summary", "depth", depth, least=0)
     if any(hasattr(p, "placements") for p in model.parameters()):
         raise UsageError("summary: the parameters of this model are sharded already. Call it before run.prepare.")
     counted: set[Tensor] = set()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from paceline.errors import SettingError
+from paceline.errors import SettingError, check_whole
 from paceline.fitting.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -35,10 +35,13 @@ class Profiler(Callback):
         repeat: int = 1,
         **options: Any,
     ) -> None:
-        least = {"wait": 0, "warmup": 0, "active": 1, "repeat": 1}
-        for name, value in {"wait": wait, "warmup": warmup, "active": active, "repeat": repeat}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < least[name]:
-                raise SettingError(f"Profiler({name}={value!r}): a whole number, at least {least[name]}, is needed.")
+        for name, value, least in (
+            ("wait", wait, 0),
+            ("warmup", warmup, 0),
+            ("active", active, 1),
+            ("repeat", repeat, 1),
+        ):
+            check_whole("Profiler", name, value, least)
         for name in ("schedule", "on_trace_ready", "activities"):
             if name in options:
                 raise SettingError(f"Profiler({name}=...): it says so itself. Use torch.profiler.profile directly.")

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from paceline.errors import SettingError
+from paceline.errors import check_whole
 from paceline.fitting.callbacks import Callback
 from paceline.norm.normalisation import batch_norms
+from paceline.run import parts_of
 from paceline.state.averaged_weights import AveragedWeights, check_decay
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class _Averaging(Callback):
         return self._weights
 
     def on_start(self, fit: Fitting) -> None:
-        self._weights = AveragedWeights(fit.model, fit.run._models.index(fit.model), fit.run._strategy, self._average)
+        parts = parts_of(fit.run)
+        self._weights = AveragedWeights(fit.model, parts.models.index(fit.model), parts.strategy, self._average)
         fit.run.track(**{f"{fit.loader.name} {type(self).__name__}": self})
 
     def before_save(self) -> None:
@@ -77,8 +79,7 @@ class SWA(_Averaging):
     torch.optim.swa_utils.SWALR."""
 
     def __init__(self, start_epoch: int) -> None:
-        if isinstance(start_epoch, bool) or not isinstance(start_epoch, int) or start_epoch < 0:
-            raise SettingError(f"SWA(start_epoch={start_epoch!r}): the first epoch that counts, from 0, is needed.")
+        check_whole("SWA", "start_epoch", start_epoch, least=0)
         super().__init__(get_swa_multi_avg_fn())
         self._start = start_epoch
         self._last = -1  # the last epoch that is in the average
@@ -133,7 +134,7 @@ def update_batch_norm(fit: Fitting) -> None:
     finally:
         for norm, momentum in norms.items():
             norm.momentum = momentum
-    fit.run._normalisation.average_computed(norms)
+    parts_of(fit.run).normalisation.average_computed(norms)
 
 
 @contextmanager

@@ -44,13 +44,7 @@ class Distributed(Optimizer):
 
     def synchronize(self) -> None:
         """Wait until the gradients are the average over all processes. All processes call it alike."""
-        known = self.reducer.has
-        self.reducer.add(
-            (p, f"group {g}, parameter {n}")
-            for g, group in enumerate(self.param_groups)
-            for n, p in enumerate(group["params"])
-            if not known(p)
-        )
+        self.reducer.add(self.param_groups)  # layers may have been unfrozen
         self.reducer.synchronize()
         self._synchronized = True
 
@@ -169,12 +163,12 @@ def DistributedOptimizer(
         )
     _check_passes(backward_passes_per_step)
     reduction = _reduction(op, gradient_predivide_factor, compression, sparse_as_dense)
-    names = _names(optimizer, named_parameters)
+    names = {} if named_parameters is None else _names(optimizer, named_parameters)
     made: Any = type(type(optimizer).__name__, (Distributed, type(optimizer)), {})
     distributed = made.__new__(made)
     # Without `step`, which a learning-rate scheduler may have put there: it would go past the averaging.
     vars(distributed).update({name: value for name, value in vars(optimizer).items() if name != "step"})
-    distributed.reducer = GradientReducer(names, reduction, backward_passes_per_step)
+    distributed.reducer = GradientReducer(optimizer.param_groups, names, reduction, backward_passes_per_step)
     distributed._synchronized = distributed._skips = False
     return distributed
 
@@ -205,15 +199,8 @@ def _reduction(op: Any, predivide: float, compression: Any, sparse_as_dense: boo
     return Reduction(compression, chosen, float(predivide), sparse_as_dense)
 
 
-def _names(optimizer: Optimizer, named_parameters: Any) -> list[tuple[Tensor, str]]:
-    """Each of the optimizer's parameters with its name. Raises SettingError for names that do not fit them."""
-    own = [
-        (parameter, f"group {g}, parameter {n}")
-        for g, group in enumerate(optimizer.param_groups)
-        for n, parameter in enumerate(group["params"])
-    ]
-    if named_parameters is None:
-        return own
+def _names(optimizer: Optimizer, named_parameters: Any) -> dict[Tensor, str]:
+    """The name of each parameter. Raises SettingError for names that do not fit the optimizer's parameters."""
     listed = list(named_parameters)
     if not listed:  # Horovod's way to say nothing, and what a generator that was used before gives
         raise SettingError(
@@ -230,11 +217,16 @@ def _names(optimizer: Optimizer, named_parameters: Any) -> list[tuple[Tensor, st
             f"named_parameters has these names more than once: {', '.join(twice)}. Of several models put the model's "
             "name before each."
         )
-    of = {parameter: name for name, parameter in listed}
-    unnamed = [position for parameter, position in own if parameter not in of]
+    names = {parameter: name for name, parameter in listed}
+    unnamed = [
+        f"group {g}, parameter {n}"
+        for g, group in enumerate(optimizer.param_groups)
+        for n, parameter in enumerate(group["params"])
+        if parameter not in names
+    ]
     if unnamed:
         raise SettingError(
             f"the optimizer has {len(unnamed)} parameters that named_parameters does not name ({unnamed[0]} is the "
             "first). Pass the named parameters of every model that the optimizer updates."
         )
-    return [(parameter, of[parameter]) for parameter, _ in own]
+    return names

@@ -20,7 +20,10 @@ A reducer has a process group of its own: on one process a bucket may be sent du
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import atexit
+import itertools
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +33,8 @@ from paceline.comm import collectives
 from paceline.comm.collectives import Pending
 from paceline.comm.mesh import ALONE, Group
 from paceline.errors import UsageError
-from paceline.horovod import hvd_world, named_operations
-from paceline.horovod.hvd_collectives import sparse_sum
+from paceline.horovod import named_operations
+from paceline.horovod.hvd_collectives import form_of, sparse_sum
 from paceline.horovod.hvd_world import Average, ReduceOp
 from paceline.torch_private.core import foreach_copy_, foreach_mul_, version_of
 
@@ -62,23 +65,31 @@ class _Sent(NamedTuple):
 
 
 reducers: list[GradientReducer] = []  # those in use, in the order in which they were made
-_made = 0
+_numbers = itertools.count()
+
+
+def close_all() -> None:
+    """Lets go of the reducers' process groups."""
+    for reducer in list(reducers):
+        reducer.close()
 
 
 class GradientReducer:
     """One for each DistributedOptimizer.
 
     Args:
-        names: the parameters, each with its name.
+        groups: the optimizer's parameter groups.
+        names: of its parameters, for messages; without one a parameter is called by its position.
         reduction: how gradients are combined.
         passes: backward passes before a step.
     """
 
-    def __init__(self, names: Iterable[tuple[Tensor, str]], reduction: Reduction, passes: int) -> None:
-        global _made
-        self.label = f"DistributedOptimizer {_made}"
-        _made += 1
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str], reduction: Reduction, passes: int
+    ) -> None:
+        self.label = f"DistributedOptimizer {next(_numbers)}"
         self.reduction, self.passes = reduction, passes
+        self._given = names
         self._names: dict[Tensor, str] = {}
         self._left: dict[Tensor, int] = {}  # backward passes that a parameter still waits for
         self._ready: dict[Tensor, _Ready] = {}  # in the order in which gradients came
@@ -87,26 +98,28 @@ class GradientReducer:
         self._buckets: list[list[Tensor]] = []
         self._sparse: list[Tensor] = []  # in no bucket: their entries are gathered
         self._sent: list[_Sent] = []
-        self._group: Group = ALONE
-        self._grouped = False
         self._ended = False
-        self.add(names)
+        self.add(groups)
         for former in list(reducers):
             if former._names.keys() & self._names.keys():  # the script has made a new optimizer for the same model
                 former.close()
         reducers.append(self)
-        hvd_world.hold(self)
 
-    def add(self, names: Iterable[tuple[Tensor, str]]) -> None:
-        """Take charge of these parameters too; those that are frozen are left out."""
-        for parameter, name in names:
-            if parameter.requires_grad and parameter not in self._names:
-                self._names[parameter], self._left[parameter] = name, self.passes
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
-                self._new[parameter] = None
+    def add(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Take charge of the parameters of these groups that are not frozen, where that is not done."""
+        for g, group in enumerate(groups):
+            for n, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter not in self._names:
+                    self._names[parameter] = self._given.get(parameter, f"group {g}, parameter {n}")
+                    self._left[parameter] = self.passes
+                    self._hooks.append(parameter.register_post_accumulate_grad_hook(self._arrived))
+                    self._new[parameter] = None
 
-    def has(self, parameter: Tensor) -> bool:
-        return parameter in self._names
+    @cached_property
+    def _group(self) -> Group:
+        """The reducer's own. It is made in `_lay_out`, to which all processes come."""
+        atexit.register(close_all)  # it runs before process_group.leave, which was registered earlier
+        return collectives.separate_group()
 
     @property
     def under_way(self) -> bool:
@@ -262,38 +275,23 @@ class GradientReducer:
 
     def _lay_out(self) -> None:
         """Compare the new parameters over the processes, and make buckets of them."""
-        if not self._grouped:
-            self._grouped = True
-            made = named_operations.call("DistributedOptimizer", self.label, "", collectives.separate_group)
-            self._group = made
-        own = [
-            (name, str(p.dtype), tuple(p.shape), p.grad is not None and p.grad.is_sparse, p in self._ready)
-            for p, name in self._in_order()
-        ]
-        everyone = named_operations.call("first step of", self.label, "", lambda: collectives.gather_objects(own))
-        self._compare(everyone)
+        # As their gradients came; then those without, the last layer first.
+        order = [p for p in dict.fromkeys([*self._ready, *reversed(self._new)]) if p in self._new]
+        own = [(self._names[p], p.grad is not None and p.grad.is_sparse) for p in order]
+        everyone = named_operations.call(
+            "first step of",
+            self.label,
+            sorted(f"{self._names[p]!r}, {form_of(p)}" for p in order),
+            lambda: (self._group, collectives.gather_objects(own))[1],
+            None,
+            "Build the model, and freeze its layers, in the same way on every process.",
+        )
         by_name = {name: p for p, name in self._names.items()}
-        sparse = {name for items in everyone for name, _, _, is_sparse, _ in items if is_sparse}
-        sparse = set() if self.reduction.sparse_as_dense else sparse
-        ordered = [by_name[name] for name, *_ in everyone[0]]
+        sparse = {name for items in everyone for name, is_sparse in items if is_sparse}
+        if self.reduction.sparse_as_dense:
+            sparse.clear()
+        ordered = [by_name[name] for name, _ in everyone[0]]
         self._sparse += [p for p in ordered if self._names[p] in sparse]
         dense = [p for p in ordered if self._names[p] not in sparse]
         self._buckets += [[dense[position] for position in chosen] for chosen in collectives.buckets(dense)]
         self._new.clear()
-
-    def _in_order(self) -> list[tuple[Tensor, str]]:
-        """The new parameters as their gradients came; then those without, the last layer first."""
-        first = [parameter for parameter in self._ready if parameter in self._new]
-        rest = [parameter for parameter in reversed(self._new) if parameter not in self._ready]
-        return [(parameter, self._names[parameter]) for parameter in [*first, *rest]]
-
-    def _compare(self, everyone: list[list[Any]]) -> None:
-        tables = [{name: (dtype, shape) for name, dtype, shape, *_ in items} for items in everyone]
-        for name in {name: None for table in tables for name in table}:
-            forms = [table.get(name, "not there") for table in tables]
-            if any(form != forms[0] for form in forms):
-                shown = "; ".join(f"rank {rank}: {form}" for rank, form in enumerate(forms))
-                raise UsageError(
-                    f"{self.label}: parameter {name!r} is not the same on all processes ({shown}). Build the model, "
-                    "and freeze its layers, in the same way on every process."
-                )

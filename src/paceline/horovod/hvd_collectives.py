@@ -1,6 +1,16 @@
 """Horovod's collectives on tensors: allreduce, allgather, broadcast, alltoall, reducescatter, barrier, and handles.
 
-A function without `_async` waits, and is differentiable as Horovod's is:
+Each is written once: a function that takes a list of tensors and the settings, and returns a `_Plan`, which holds what
+must be the same on all processes, what communicates, and the gradient. The public functions are made of these plans:
+
+    grouped_x_async    _posted(_x)                      returns a handle; works on copies of the tensors
+    grouped_x_async_   _posted(_x, in_place=True)
+    grouped_x_         _waited(grouped_x_async_)        waits
+    grouped_x          _differentiable(_x)              waits; new tensors, through which gradients flow
+    x, x_              _single(grouped_x), ...          one tensor in place of a list
+    x_async, x_async_  _single_handle(grouped_x_async), ...
+
+The gradients are Horovod's:
 
     forward                       backward, of the gradient g with respect to the result
     allreduce, Average or Sum     the same allreduce of g
@@ -14,8 +24,9 @@ Integers are averaged as Horovod does it: the sum is divided, and the fraction i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +37,141 @@ from paceline.horovod import hvd_world, named_operations
 from paceline.horovod.gradient_compression import Compression
 from paceline.horovod.hvd_world import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from paceline.horovod.named_operations import Operation
+
+P = ParamSpec("P")
+
+
+class _Plan(NamedTuple):
+    """One call of a collective."""
+
+    name: str | None
+    process_set: Any
+    signature: Sequence[str]  # what must be the same on all processes, in words
+    act: Callable[[], Sequence[Tensor]]  # communicates, and returns the results; may overwrite the tensors
+    backward: Callable[[Sequence[Tensor]], Sequence[Tensor]]  # from the results' gradients to those of the tensors
+    form: Any = None  # what a process that has joined must know to take part; None: it cannot
+
+
+_Planner = Callable[Concatenate[Sequence[Tensor], P], _Plan]
+_Grouped = Callable[Concatenate[Sequence[Tensor], P], list[Tensor]]
+
+
+# ---- how the public functions are made ----
+
+
+def _posted(planner: _Planner[P], in_place: bool = False) -> Callable[Concatenate[Sequence[Tensor], P], Operation]:
+    def post(tensors: Sequence[Tensor], *args: P.args, **options: P.kwargs) -> Operation:
+        return _begin(planner, tensors, in_place, *args, **options)[0]
+
+    return _public(post, f"grouped{planner.__name__}_{'async_' if in_place else 'async'}", planner)
+
+
+def _begin(
+    planner: _Planner[P], tensors: Sequence[Tensor], in_place: bool, *args: P.args, **options: P.kwargs
+) -> tuple[Operation, _Plan]:
+    hvd_world.members()
+    kind = planner.__name__.removeprefix("_")
+    used = _checked(tensors, f"hvd.{kind}")
+    if not in_place:
+        used = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in used]
+    plan = planner(used, *args, **options)
+    hvd_world.check_process_set(plan.process_set, f"hvd.{kind}")
+    return named_operations.post(kind, plan.name, plan.signature, plan.act, plan.form), plan
+
+
+def _waited(asynchronous: Callable[P, Operation]) -> Callable[P, list[Tensor]]:
+    def wait(*args: P.args, **options: P.kwargs) -> list[Tensor]:
+        results: list[Tensor] = named_operations.wait(asynchronous(*args, **options))
+        return results
+
+    return _public(wait, asynchronous.__name__.replace("async_", ""), asynchronous)
+
+
+def _differentiable(planner: _Planner[P]) -> _Grouped[P]:
+    def apply(tensors: Sequence[Tensor], *args: P.args, **options: P.kwargs) -> list[Tensor]:
+        return list(_Collective.apply(lambda own: _begin(planner, own, False, *args, **options), *tensors))
+
+    return _public(apply, f"grouped{planner.__name__}", planner)
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, begin: Callable[[Any], tuple[Operation, _Plan]], *tensors: Tensor) -> tuple[Tensor, ...]:
+        operation, plan = begin(tensors)
+        ctx.gradient = plan.backward
+        return tuple(named_operations.wait(operation))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return (None, *ctx.gradient(gradients))
+
+
+def _single(grouped: _Grouped[P]) -> Callable[Concatenate[Tensor, P], Tensor]:
+    def call(tensor: Tensor, *args: P.args, **options: P.kwargs) -> Tensor:
+        return grouped([tensor], *args, **options)[0]
+
+    return _public(call, grouped.__name__.removeprefix("grouped_"), grouped)
+
+
+def _single_handle(
+    grouped: Callable[Concatenate[Sequence[Tensor], P], Operation],
+) -> Callable[Concatenate[Tensor, P], Operation]:
+    def post(tensor: Tensor, *args: P.args, **options: P.kwargs) -> Operation:
+        handle = grouped([tensor], *args, **options)
+        return handle.then(lambda results: results[0] if len(results) == 1 else tuple(results))
+
+    return _public(post, grouped.__name__.removeprefix("grouped_"), grouped)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _public(made: F, name: str, like: Callable[..., Any]) -> F:
+    """`made` with the name, the signature and the docstring that help() and editors show."""
+    signature = inspect.signature(made)
+    leading = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    settings = list(inspect.signature(like).parameters.values())[len(leading) :]
+    made.__signature__ = signature.replace(parameters=[*leading, *settings])  # type: ignore[attr-defined]
+    made.__name__ = made.__qualname__ = name
+    made.__doc__ = like.__doc__
+    if name.endswith(("_", "async")):
+        kind = name.removeprefix("grouped_").rstrip("_").removesuffix("async").rstrip("_")
+        several = " for each tensor of a list" * name.startswith("grouped_")
+        where = " in place" if name.endswith("_") else " on a copy"
+        handle = ": returns a handle, for `synchronize` and `poll`" * ("async" in name)
+        made.__doc__ = f"`{kind}`{several}{where}{handle}. Not differentiable. For the settings see `{kind}`."
+    return made
+
+
+def _checked(tensors: Sequence[Any], call: str) -> list[Tensor]:
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise SettingError(
+                f"{call} takes a tensor, and was given {type(tensor).__name__}. Write torch.tensor(value), or use "
+                "hvd.broadcast_object or hvd.allgather_object."
+            )
+        if tensor.is_sparse:
+            raise SettingError(
+                f"{call} was given a sparse tensor. Use hvd.sparse_allreduce_async, or tensor.to_dense()."
+            )
+    return list(tensors)
+
+
+def _compressed(
+    tensors: Sequence[Tensor], compression: Any, call: Callable[[list[Tensor]], list[Tensor]]
+) -> list[Tensor]:
+    """`call` of the tensors, which travel compressed."""
+    small = [compression.compress(tensor) for tensor in tensors]
+    found = call([tensor for tensor, _ in small])
+    return [compression.decompress(tensor, context) for tensor, (_, context) in zip(found, small)]
+
+
+def form_of(tensor: Tensor) -> str:
+    """Its dtype and shape, in words."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+# ---- allreduce ----
 
 _NAMES = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 
@@ -51,105 +197,39 @@ def operation_of(op: Any, call: str, average: bool | None = None) -> ReduceOp:
     return Average if chosen is Adasum else chosen  # of one process's tensor: the tensor
 
 
-def _scaled(tensor: Tensor, factor: float) -> Tensor:
+def _scale(tensor: Tensor, factor: float) -> None:
     if factor == 1.0:
-        return tensor
+        return
     if tensor.is_floating_point() or tensor.is_complex():
-        return tensor.mul_(factor)
-    return tensor.copy_((tensor.double() * factor).trunc_())
+        tensor.mul_(factor)
+    else:
+        tensor.copy_((tensor.double() * factor).trunc_())
 
 
-class _Reduction:
-    """One allreduce of some tensors, in place."""
-
-    def __init__(self, call: str, op: Any, average: bool | None, pre: float, post: float, process_set: Any) -> None:
-        hvd_world.members()
-        hvd_world.check_process_set(process_set, call)
-        self.op, self.pre, self.post = operation_of(op, call, average), pre, post
-
-    def signature(self, tensors: Sequence[Tensor]) -> str:
-        forms = ", ".join(f"{_short(t.dtype)} {tuple(t.shape)}" for t in tensors)
-        scales = f", times {self.pre} before" * (self.pre != 1) + f", times {self.post} after" * (self.post != 1)
-        return f"{self.op.name} of {forms}{scales}"
-
-    def form(self, tensors: Sequence[Tensor]) -> Any:
-        """For processes that have joined; None: they cannot take part."""
-        if self.op not in (Average, Sum):
-            return None
-        return [(tuple(t.shape), t.dtype, t.device.type) for t in tensors]
-
-    def act(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor is replaced by the result."""
-        with torch.no_grad():
-            for tensor in tensors:
-                _scaled(tensor, self.pre)
-            for pending in [collectives.all_reduce(t, _NAMES[self.op], async_op=True) for t in tensors]:
-                pending.wait()
-            factor = self.post / collectives.size_of() if self.op is Average else self.post
-            for tensor in tensors:
-                _scaled(tensor, factor)
+@torch.no_grad()
+def _reduce(tensors: Sequence[Tensor], op: ReduceOp, before: float = 1.0, after: float = 1.0) -> Sequence[Tensor]:
+    """Replaces each tensor by the result. before, after: factors of the tensor and of the result."""
+    for tensor in tensors:
+        _scale(tensor, before)
+    for pending in [collectives.all_reduce(tensor, _NAMES[op], async_op=True) for tensor in tensors]:
+        pending.wait()
+    for tensor in tensors:
+        _scale(tensor, after / collectives.size_of() if op is Average else after)
+    return tensors
 
 
 def stand_in(form: Any) -> None:
     """Takes part in an operation of that form with zeros."""
     if form != "barrier":
-        zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in form]
-        for pending in [collectives.all_reduce(tensor, async_op=True) for tensor in zeros]:
-            pending.wait()
+        _reduce([torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in form], Sum)
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _described(op: ReduceOp, tensors: Sequence[Tensor], before: float, after: float) -> list[str]:
+    scales = f", times {before} before" * (before != 1) + f", times {after} after" * (after != 1)
+    return [f"{op.name} of {', '.join(map(form_of, tensors))}{scales}"]
 
 
-def _copy(tensor: Tensor, call: str) -> Tensor:
-    _check(tensor, call)
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _check(tensor: Any, call: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise SettingError(
-            f"{call} takes a tensor, and was given {type(tensor).__name__}. Write torch.tensor(value), or use "
-            "hvd.broadcast_object or hvd.allgather_object."
-        )
-    if tensor.is_sparse:
-        raise SettingError(f"{call} was given a sparse tensor. Use hvd.sparse_allreduce_async, or tensor.to_dense().")
-
-
-# ---- allreduce ----
-
-
-def allreduce_async(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> Operation:
-    """A handle of an all-reduce of a copy of the tensor. It begins when it is waited for (`synchronize`, `poll`)."""
-    reduction = _Reduction("hvd.allreduce", op, average, prescale_factor, postscale_factor, process_set)
-    return _post_reduction("allreduce", name, reduction, [_copy(tensor, "hvd.allreduce")], single=True)
-
-
-def allreduce_async_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> Operation:
-    """`allreduce_async` in place."""
-    reduction = _Reduction("hvd.allreduce_", op, average, prescale_factor, postscale_factor, process_set)
-    _check(tensor, "hvd.allreduce_")
-    return _post_reduction("allreduce", name, reduction, [tensor], single=True)
-
-
-def grouped_allreduce_async(
+def _allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
@@ -157,52 +237,21 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: Any = None,
-) -> Operation:
-    """`allreduce_async` of several tensors under one name; the result is a list."""
-    reduction = _Reduction("hvd.grouped_allreduce", op, average, prescale_factor, postscale_factor, process_set)
-    copies = [_copy(tensor, "hvd.grouped_allreduce") for tensor in tensors]
-    return _post_reduction("allreduce", name, reduction, copies)
+) -> _Plan:
+    chosen, factors = operation_of(op, "hvd.allreduce", average), (prescale_factor, postscale_factor)
+    adds = chosen in (Average, Sum)
+
+    def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        if not adds:
+            raise UsageError(f"hvd.allreduce with op={chosen!r} has no gradient. Use hvd.Average or hvd.Sum.")
+        return _new_allreduce(gradients, None, None, chosen, *factors)
+
+    form = [(tuple(t.shape), t.dtype, t.device.type) for t in tensors] if adds else None
+    signature = _described(chosen, tensors, *factors)
+    return _Plan(name, process_set, signature, lambda: _reduce(tensors, chosen, *factors), backward, form)
 
 
-def grouped_allreduce_async_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> Operation:
-    """`grouped_allreduce_async` in place."""
-    reduction = _Reduction("hvd.grouped_allreduce_", op, average, prescale_factor, postscale_factor, process_set)
-    for tensor in tensors:
-        _check(tensor, "hvd.grouped_allreduce_")
-    return _post_reduction("allreduce", name, reduction, list(tensors))
-
-
-def _post_reduction(
-    kind: str, name: str | None, reduction: _Reduction, tensors: list[Tensor], single: bool = False
-) -> Operation:
-    def act() -> Any:
-        reduction.act(tensors)
-        return tensors[0] if single else tensors
-
-    return named_operations.post(kind, name, reduction.signature(tensors), act, reduction.form(tensors))
-
-
-class _Allreduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, options: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.options = options
-        return tuple(synchronize(grouped_allreduce_async(tensors, name=name, **options)))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        if ReduceOp(ctx.options["op"]) not in (Average, Sum):
-            raise UsageError(
-                f"hvd.allreduce with op={ctx.options['op']!r} has no gradient. Use hvd.Average or hvd.Sum."
-            )
-        return (None, None, *_Allreduce.apply(None, ctx.options, *gradients))
+_new_allreduce = _differentiable(_allreduce)
 
 
 def grouped_allreduce(
@@ -215,76 +264,35 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> list[Tensor]:
-    """The average (or `op`) of all processes' tensors, for each of the list. Differentiable."""
-    hvd_world.members()
-    hvd_world.check_process_set(process_set, "hvd.allreduce")
-    options = {
-        "op": operation_of(op, "hvd.allreduce", average),
-        "prescale_factor": prescale_factor,
-        "postscale_factor": postscale_factor,
-    }
-    for tensor in tensors:
-        _check(tensor, "hvd.allreduce")
-    small = [compression.compress(tensor) for tensor in tensors]
-    reduced = _Allreduce.apply(name, options, *[tensor for tensor, _ in small])
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, small)]
+    """The average (or `op`) of all processes' tensors, of one shape and dtype: new tensors. Differentiable.
 
-
-def allreduce(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> Tensor:
-    """The average (or `op`) of all processes' tensors, of one shape and dtype: a new tensor. Differentiable.
+    `allreduce` takes a tensor and returns one, `grouped_allreduce` a list of them.
 
     Args:
-        tensor: this process's.
+        tensor, tensors: this process's.
         average: the older way to say Average (True) or Sum (False).
         name: calls of one name belong together; without it calls are numbered.
         compression: hvd.Compression.none or fp16, or a Compressor.
         op: hvd.Average (the default), Sum, Min, Max or Product.
-        prescale_factor: the tensor is multiplied by it before the sum.
-        postscale_factor: the result is multiplied by it.
+        prescale_factor: tensors are multiplied by it before the sum.
+        postscale_factor: results are multiplied by it.
         process_set: only hvd.global_process_set.
 
     Raises:
         UsageError: the processes do not make the same call.
     """
-    options = (compression, op, prescale_factor, postscale_factor, process_set)
-    return grouped_allreduce([tensor], average, name, *options)[0]
+    settings = (average, name, op, prescale_factor, postscale_factor, process_set)
+    tensors = _checked(tensors, "hvd.allreduce")
+    return _compressed(tensors, compression, lambda small: _new_allreduce(small, *settings))
 
 
-def allreduce_(
-    tensor: Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> Tensor:
-    """`allreduce` in place. Not differentiable."""
-    handle = allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    return cast(Tensor, synchronize(handle))
-
-
-def grouped_allreduce_(
-    tensors: Sequence[Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    op: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: Any = None,
-) -> list[Tensor]:
-    """`grouped_allreduce` in place. Not differentiable."""
-    handle = grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    return cast(list[Tensor], synchronize(handle))
+grouped_allreduce_async = _posted(_allreduce)
+grouped_allreduce_async_ = _posted(_allreduce, in_place=True)
+grouped_allreduce_ = _waited(grouped_allreduce_async_)
+allreduce = _single(grouped_allreduce)
+allreduce_ = _single(grouped_allreduce_)
+allreduce_async = _single_handle(grouped_allreduce_async)
+allreduce_async_ = _single_handle(grouped_allreduce_async_)
 
 
 def sparse_sum(tensor: Tensor, group: Any = None) -> Tensor:
@@ -307,85 +315,38 @@ def sparse_allreduce_async(tensor: Tensor, name: str | None, op: Any, process_se
         total = sparse_sum(tensor)
         return total / collectives.size_of() if chosen is Average else total
 
-    signature = f"{chosen.name} of sparse {_short(tensor.dtype)} {tuple(tensor.shape)}"
-    return named_operations.post("sparse_allreduce", name, signature, act)
+    return named_operations.post("sparse_allreduce", name, [f"{chosen.name} of sparse {form_of(tensor)}"], act)
 
 
 # ---- allgather ----
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Operation:
-    """A handle of `allgather`, of a copy of the tensor."""
-    return _post_gather("allgather", [_copy(tensor, "hvd.allgather")], name, process_set, single=True)
+def _allgather(tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None) -> _Plan:
+    """All processes' tensors, joined along dimension 0 in rank order; lengths along it may differ. Differentiable.
+
+    `allgather` takes a tensor and returns one, `grouped_allgather` a list of them. Other settings: see `allreduce`.
+    """
+    lengths = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
+
+    def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        averages = grouped_allreduce(gradients)
+        everyone = named_operations.call("allgather", None, ["lengths"], lambda: collectives.gather_objects(lengths))
+        before = [sum(column) for column in zip(*everyone[: collectives.rank_of()])] or [0] * len(lengths)
+        return [average.narrow(0, start, n) for average, start, n in zip(averages, before, lengths)]
+
+    def act() -> Sequence[Tensor]:
+        return [collectives.gather_uneven(tensor) for tensor in tensors]  # which compares their shapes
+
+    return _Plan(name, process_set, [f"of {len(tensors)} tensors"], act, backward)
 
 
-def grouped_allgather_async(tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None) -> Operation:
-    """A handle of `grouped_allgather`, of copies of the tensors."""
-    copies = [_copy(tensor, "hvd.grouped_allgather") for tensor in tensors]
-    return _post_gather("allgather", copies, name, process_set)
-
-
-def _post_gather(
-    kind: str, tensors: list[Tensor], name: str | None, process_set: Any, single: bool = False
-) -> Operation:
-    hvd_world.members()
-    hvd_world.check_process_set(process_set, f"hvd.{kind}")
-
-    def act() -> Any:
-        joined = [collectives.gather_uneven(tensor) for tensor in tensors]
-        return joined[0] if single else joined
-
-    return named_operations.post(kind, name, f"of {len(tensors)} tensors", act)  # gather_uneven compares their shapes
-
-
-class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.lengths = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
-        return tuple(synchronize(grouped_allgather_async(tensors, name)))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        averages = _Allreduce.apply(None, {"op": Average}, *gradients)
-        everyone = named_operations.call("allgather", None, "lengths", lambda: collectives.gather_objects(ctx.lengths))
-        before = [sum(column) for column in zip(*everyone[: collectives.rank_of()])] or [0] * len(ctx.lengths)
-        return (None, *[a.narrow(0, start, n) for a, start, n in zip(averages, before, ctx.lengths)])
-
-
-def grouped_allgather(tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None) -> list[Tensor]:
-    """`allgather` of each tensor of a list. Differentiable."""
-    hvd_world.check_process_set(process_set, "hvd.grouped_allgather")
-    for tensor in tensors:
-        _check(tensor, "hvd.grouped_allgather")
-    return list(_Allgather.apply(name, *tensors))
-
-
-def allgather(tensor: Tensor, name: str | None = None, process_set: Any = None) -> Tensor:
-    """All processes' tensors, joined along dimension 0 in rank order; lengths along it may differ. Differentiable."""
-    _check(tensor, "hvd.allgather")
-    return grouped_allgather([tensor], name, process_set)[0]
+grouped_allgather = _differentiable(_allgather)
+grouped_allgather_async = _posted(_allgather)
+allgather = _single(grouped_allgather)
+allgather_async = _single_handle(grouped_allgather_async)
 
 
 # ---- broadcast ----
-
-
-def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Operation:
-    """A handle of `broadcast`, into a copy of the tensor."""
-    return broadcast_async_(_copy(tensor, "hvd.broadcast"), root_rank, name, process_set)
-
-
-def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Operation:
-    """A handle of `broadcast_`."""
-    check_root(root_rank, "hvd.broadcast")
-    hvd_world.check_process_set(process_set, "hvd.broadcast")
-    _check(tensor, "hvd.broadcast")
-
-    def act() -> Tensor:
-        collectives.broadcast_tensors([tensor], root_rank)
-        return tensor
-
-    signature = f"{_short(tensor.dtype)} {tuple(tensor.shape)} from rank {root_rank}"
-    return named_operations.post("broadcast", name, signature, act)
 
 
 def check_root(root_rank: Any, call: str) -> None:
@@ -395,47 +356,48 @@ def check_root(root_rank: Any, call: str) -> None:
         raise SettingError(f"{call}(root_rank={root_rank!r}): there are ranks 0 to {size - 1}. Give one of them.")
 
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None) -> Tensor:
-        ctx.root = root_rank
-        return cast(Tensor, synchronize(broadcast_async(tensor, root_rank, name)))
+def _broadcast(tensors: Sequence[Tensor], root_rank: int, name: str | None = None, process_set: Any = None) -> _Plan:
+    """Rank `root_rank`'s tensor, on every process: a new tensor. Differentiable. Other settings: see `allreduce`."""
+    check_root(root_rank, "hvd.broadcast")
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (average,) = _Allreduce.apply(None, {"op": Average}, gradients[0])
-        return average if collectives.rank_of() == ctx.root else average * 0, None, None
+    def act() -> Sequence[Tensor]:
+        collectives.broadcast_tensors(tensors, root_rank)
+        return tensors
 
+    def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        return [average * (collectives.rank_of() == root_rank) for average in grouped_allreduce(gradients)]
 
-def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Tensor:
-    """Rank `root_rank`'s tensor, on every process: a new tensor. Differentiable."""
-    hvd_world.check_process_set(process_set, "hvd.broadcast")
-    _check(tensor, "hvd.broadcast")
-    return cast(Tensor, _Broadcast.apply(tensor, root_rank, name))
+    return _Plan(name, process_set, [*map(form_of, tensors), f"from rank {root_rank}"], act, backward)
 
 
-def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Any = None) -> Tensor:
-    """`broadcast` in place. Not differentiable."""
-    return cast(Tensor, synchronize(broadcast_async_(tensor, root_rank, name, process_set)))
+broadcast = _single(_differentiable(_broadcast))
+broadcast_async = _single_handle(_posted(_broadcast))
+broadcast_async_ = _single_handle(_posted(_broadcast, in_place=True))
+broadcast_ = _single(_waited(_posted(_broadcast, in_place=True)))
 
 
 # ---- alltoall ----
 
 
-def alltoall_async(tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None) -> Operation:
-    """A handle of `alltoall`; its result is the pair (rows, received splits)."""
-    hvd_world.check_process_set(process_set, "hvd.alltoall")
-    tensor = _copy(tensor, "hvd.alltoall")
+def _alltoall(tensors: Sequence[Tensor], splits: Any = None, name: str | None = None, process_set: Any = None) -> _Plan:
+    """Of one tensor. The results are the received rows, and how many came from each process."""
+    (tensor,) = tensors
     if tensor.dim() == 0:
         raise SettingError("hvd.alltoall sends rows of a tensor, and one of shape () has none: tensor.reshape(1).")
     outwards = _splits(tensor, splits)
+    inwards: list[int] = []
 
-    def act() -> tuple[Tensor, Tensor]:
-        rows, inwards = collectives.exchange_rows(tensor, outwards)
+    def act() -> Sequence[Tensor]:
+        rows, inwards[:] = collectives.exchange_rows(tensor, outwards)
         return rows, torch.tensor(inwards, dtype=torch.int32)
 
-    signature = f"rows of {_short(tensor.dtype)} {tuple(tensor.shape[1:])}"
-    return named_operations.post("alltoall", name, signature, act)
+    def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        return _new_alltoall(gradients[:1], inwards)[:1]
+
+    return _Plan(name, process_set, [f"rows of {form_of(tensor[:0])}"], act, backward)
+
+
+_new_alltoall = _differentiable(_alltoall)
 
 
 def _splits(tensor: Tensor, splits: Any) -> list[int]:
@@ -455,19 +417,6 @@ def _splits(tensor: Tensor, splits: Any) -> list[int]:
     return listed
 
 
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, splits: Any, name: str | None) -> tuple[Tensor, Tensor]:
-        rows, received = synchronize(alltoall_async(tensor, splits, name))
-        ctx.received = received
-        ctx.mark_non_differentiable(received)
-        return rows, received
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _Alltoall.apply(gradients[0], ctx.received, None)[0], None, None
-
-
 def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -482,49 +431,41 @@ def alltoall(
     Returns:
         the received rows; with `splits` also how many came from each process.
     """
-    hvd_world.check_process_set(process_set, "hvd.alltoall")
-    _check(tensor, "hvd.alltoall")
-    rows, received = _Alltoall.apply(tensor, splits, name)
+    rows, received = _new_alltoall([tensor], splits, name, process_set)
     return rows if splits is None else (rows, received)
+
+
+alltoall_async = _single_handle(_posted(_alltoall))
 
 
 # ---- reducescatter ----
 
 
-def grouped_reducescatter_async(
+def _reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
     op: Any = Average,
     process_set: Any = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Operation:
-    """A handle of `grouped_reducescatter`, of copies of the tensors."""
-    return _post_scatter(tensors, name, op, process_set, prescale_factor, postscale_factor)
-
-
-def _post_scatter(
-    tensors: Sequence[Tensor],
-    name: str | None,
-    op: Any,
-    process_set: Any,
-    prescale_factor: float,
-    postscale_factor: float,
-    single: bool = False,
-) -> Operation:
-    reduction = _Reduction("hvd.reducescatter", op, None, prescale_factor, postscale_factor, process_set)
-    if reduction.op not in (Average, Sum):
+) -> _Plan:
+    chosen, factors = operation_of(op, "hvd.reducescatter"), (prescale_factor, postscale_factor)
+    if chosen not in (Average, Sum):
         raise SettingError(f"hvd.reducescatter(op={op!r}): hvd.Average or hvd.Sum.")
-    copies = [_copy(tensor, "hvd.reducescatter") for tensor in tensors]
-    if any(tensor.dim() == 0 for tensor in copies):
+    if any(tensor.dim() == 0 for tensor in tensors):
         raise SettingError("hvd.reducescatter cuts along dimension 0, and a tensor of shape () has none.")
 
-    def act() -> Any:
-        reduction.act(copies)
-        parts = [_own_rows(tensor).clone() for tensor in copies]
-        return parts[0] if single else parts
+    def act() -> Sequence[Tensor]:
+        return [_own_rows(tensor).clone() for tensor in _reduce(tensors, chosen, *factors)]
 
-    return named_operations.post("reducescatter", name, reduction.signature(copies), act)
+    def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
+        factor = prescale_factor * postscale_factor * (collectives.size_of() if chosen is Sum else 1)
+        return grouped_allgather([gradient * factor for gradient in gradients])
+
+    return _Plan(name, process_set, _described(chosen, tensors, *factors), act, backward)
+
+
+_new_reducescatter = _differentiable(_reducescatter)
 
 
 def _own_rows(tensor: Tensor) -> Tensor:
@@ -532,31 +473,6 @@ def _own_rows(tensor: Tensor) -> Tensor:
     rank, size = collectives.rank_of(), collectives.size_of()
     least, more = divmod(tensor.shape[0], size)
     return tensor.narrow(0, rank * least + min(rank, more), least + (rank < more))
-
-
-def reducescatter_async(
-    tensor: Tensor,
-    name: str | None = None,
-    op: Any = Average,
-    process_set: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Operation:
-    """A handle of `reducescatter`, of a copy of the tensor."""
-    return _post_scatter([tensor], name, op, process_set, prescale_factor, postscale_factor, single=True)
-
-
-class _Reducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str | None, options: dict[str, Any], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.options = options
-        return tuple(synchronize(grouped_reducescatter_async(tensors, name, **options)))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        factor = ctx.options["prescale_factor"] * ctx.options["postscale_factor"]
-        factor *= collectives.size_of() if ReduceOp(ctx.options["op"]) is Sum else 1
-        return (None, None, *_Allgather.apply(None, *[gradient * factor for gradient in gradients]))
 
 
 def grouped_reducescatter(
@@ -568,31 +484,19 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """`reducescatter` of each tensor of a list. Differentiable."""
-    hvd_world.check_process_set(process_set, "hvd.reducescatter")
-    options = {"op": op, "prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
-    for tensor in tensors:
-        _check(tensor, "hvd.reducescatter")
-    small = [compression.compress(tensor) for tensor in tensors]
-    reduced = _Reducescatter.apply(name, options, *[tensor for tensor, _ in small])
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, small)]
-
-
-def reducescatter(
-    tensor: Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: Any = Average,
-    process_set: Any = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> Tensor:
     """This process's part, along dimension 0, of the average (or sum) of all processes' tensors. Differentiable.
 
-    It sends what an allreduce sends.
+    It sends what an allreduce sends. `reducescatter` takes a tensor and returns one, `grouped_reducescatter` a list of
+    them. Settings: see `allreduce`.
     """
-    options = (compression, op, process_set, prescale_factor, postscale_factor)
-    return grouped_reducescatter([tensor], name, *options)[0]
+    settings = (name, op, process_set, prescale_factor, postscale_factor)
+    tensors = _checked(tensors, "hvd.reducescatter")
+    return _compressed(tensors, compression, lambda small: _new_reducescatter(small, *settings))
+
+
+grouped_reducescatter_async = _posted(_reducescatter)
+reducescatter = _single(grouped_reducescatter)
+reducescatter_async = _single_handle(grouped_reducescatter_async)
 
 
 # ---- waiting ----
@@ -618,4 +522,4 @@ def barrier(process_set: Any = None) -> None:
     """Return when every process has come here, or has joined."""
     hvd_world.members()
     hvd_world.check_process_set(process_set, "hvd.barrier")
-    named_operations.call("barrier", None, "", lambda: None, "barrier")  # the round is the barrier
+    named_operations.call("barrier", None, [], lambda: None, "barrier")  # the round is the barrier

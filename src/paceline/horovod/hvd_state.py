@@ -15,7 +15,7 @@ from paceline import plain_state
 from paceline.comm import collectives
 from paceline.errors import SettingError, UsageError
 from paceline.horovod import hvd_world, named_operations
-from paceline.horovod.hvd_collectives import check_root
+from paceline.horovod.hvd_collectives import check_root, form_of
 
 T = TypeVar("T")
 
@@ -33,20 +33,14 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     """
     check_root(root_rank, "hvd.broadcast_parameters")
     named = _named(params)
-    names = [name for name, _ in named]
-
-    def act() -> None:
-        everyone = collectives.gather_objects(names)
-        for rank, others in enumerate(everyone):
-            if others != everyone[0]:
-                differing = sorted(set(others) ^ set(everyone[0])) or ["(another order)"]
-                raise UsageError(
-                    f"hvd.broadcast_parameters: ranks 0 and {rank} do not have the same names; {differing[0]!r} is the "
-                    "first that differs. Build the model in the same way on every process."
-                )
-        collectives.broadcast_tensors([tensor for _, tensor in named], root_rank)
-
-    named_operations.call("broadcast_parameters", None, f"from rank {root_rank}", act)
+    named_operations.call(
+        "broadcast_parameters",
+        None,
+        [f"from rank {root_rank}", *(f"{name!r}, {form_of(tensor)}" for name, tensor in named)],
+        lambda: collectives.broadcast_tensors([tensor for _, tensor in named], root_rank),
+        None,
+        "Build the model in the same way on every process.",
+    )
 
 
 def _named(params: Any) -> list[tuple[str, Tensor]]:
@@ -88,7 +82,7 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: Any =
     def act() -> Any:
         return collectives.broadcast_object(state, root_rank, what="the state of hvd.broadcast_optimizer_state")
 
-    received = named_operations.call("broadcast_optimizer_state", None, f"from rank {root_rank}", act)
+    received = named_operations.call("broadcast_optimizer_state", None, [f"from rank {root_rank}"], act)
     if state is None:
         optimizer.load_state_dict(received)
 
@@ -117,7 +111,7 @@ def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, proces
     received = named_operations.call(
         "broadcast_object",
         name,
-        f"from rank {root_rank}",
+        [f"from rank {root_rank}"],
         lambda: collectives.broadcast_object(sent, root_rank),
     )
     return obj if own else _received(received, "hvd.broadcast_object")
@@ -127,7 +121,7 @@ def allgather_object(obj: T, name: str | None = None) -> list[T]:
     """Every process's object, in rank order. How they travel, and the error: see `broadcast_object`."""
     hvd_world.members()
     sent = _to_send(obj, "hvd.allgather_object(obj)")
-    everyone = named_operations.call("allgather_object", name, "", lambda: collectives.gather_objects(sent))
+    everyone = named_operations.call("allgather_object", name, [], lambda: collectives.gather_objects(sent))
     return [_received(received, "hvd.allgather_object") for received in everyone]
 
 

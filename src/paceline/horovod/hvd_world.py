@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
-import weakref
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,16 +17,6 @@ from paceline.errors import SettingError, UsageError, WorldError
 from paceline.world import World
 
 _worlds: list[World] = []  # the joined world, if init was called and shutdown was not
-_existing = False  # does the process group exist already, from an earlier init?
-
-
-class Closeable(Protocol):
-    """What holds a process group, and lets go of it."""
-
-    def close(self) -> None: ...
-
-
-_holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of Closeable
 
 
 class ReduceOp(IntEnum):
@@ -96,7 +84,6 @@ def _refuse_settings() -> None:
 
 def _join(world: World) -> World:
     """Joins the default process group, and makes this process's accelerator the current one."""
-    global _existing
     started = os.environ.get("HOROVOD_SIZE", "1")
     if world.size == 1 and started not in ("", "1"):
         raise WorldError(
@@ -104,8 +91,6 @@ def _join(world: World) -> World:
             f"each would train by itself. Start the script with `paceline run --nproc {started} script.py` (several "
             "machines: --nnodes, as for torchrun), or with torchrun, srun or mpirun."
         )
-    if _existing:
-        return world
     rendezvous = process_group.Rendezvous(world, None)
     device = _device(world)
     cards = rendezvous.cards(device)
@@ -113,8 +98,6 @@ def _join(world: World) -> World:
         torch.accelerator.set_device_index(device.index)
     rendezvous.join(device, device_choice.backend(device.type, cards))
     process_group.check_versions(world)
-    _existing = True
-    atexit.register(_release)  # before process_group.leave, which was registered earlier
     return world
 
 
@@ -124,16 +107,6 @@ def _device(world: World) -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator is not None else 0
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, world.local_rank % count)
-
-
-def _release() -> None:
-    for holder in list(_holders):
-        holder.close()
-
-
-def hold(holder: Closeable) -> None:
-    """`holder` has a process group: it is closed before the process leaves its world."""
-    _holders.add(holder)
 
 
 def shutdown() -> None:
@@ -221,14 +194,12 @@ class ProcessSet:
 global_process_set = ProcessSet()
 
 
-def add_process_set(process_set: Any) -> ProcessSet:
+def add_process_set(process_set: Any) -> Any:
     """Refused: see ProcessSet."""
-    raise _no_process_sets(f"hvd.add_process_set({process_set!r})")
+    raise _no_process_sets(f"hvd.ProcessSet {process_set!r}")
 
 
-def remove_process_set(process_set: Any) -> bool:
-    """Refused: see ProcessSet."""
-    raise _no_process_sets(f"hvd.remove_process_set({process_set!r})")
+remove_process_set = add_process_set
 
 
 def check_process_set(process_set: Any, call: str) -> None:
@@ -248,8 +219,11 @@ def _no_process_sets(call: str) -> SettingError:
 
 
 def gloo_built() -> bool:
-    """Does torch have gloo?"""
+    """Does torch have gloo? CPU tensors travel by it."""
     return dist.is_gloo_available()
+
+
+gloo_enabled = gloo_built
 
 
 def nccl_built() -> bool:
@@ -267,34 +241,12 @@ def rocm_built() -> bool:
     return torch.version.hip is not None
 
 
-def gloo_enabled() -> bool:
-    """Do CPU tensors travel by gloo? Always, where there are several processes."""
-    return gloo_built()
-
-
 def mpi_built() -> bool:
-    """MPI carries nothing here: mpirun may start the processes, and no more."""
+    """False: neither MPI (mpirun may start the processes, and no more) nor DDL nor oneCCL carries anything here."""
     return False
 
 
-def mpi_enabled() -> bool:
-    """See mpi_built."""
-    return False
-
-
-def mpi_threads_supported() -> bool:
-    """See mpi_built."""
-    return False
-
-
-def ddl_built() -> bool:
-    """IBM's DDL is not used."""
-    return False
-
-
-def ccl_built() -> bool:
-    """oneCCL is not used."""
-    return False
+mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = mpi_built
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

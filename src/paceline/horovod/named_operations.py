@@ -16,8 +16,9 @@ posted. Gradients do not go this way: gradient_reducer.py sends them while the b
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from paceline.comm import collectives
@@ -29,19 +30,26 @@ class Operation:
 
     Attributes:
         key: its kind and name, such as "allreduce 'loss'".
-        signature: what must be the same on all processes, in words.
+        signature: what must be the same on all processes, in words: some parts.
         done: was it carried out?
         result: what the call returns.
     """
 
-    def __init__(self, key: str, signature: str, act: Callable[[], Any], form: Any) -> None:
-        self.key, self.signature, self.form = key, signature, form
+    def __init__(self, key: str, signature: Sequence[str], act: Callable[[], Any], form: Any, remedy: str) -> None:
+        self.key, self.signature, self.form, self.remedy = key, tuple(signature), form, remedy
         self.done, self.result = False, None
         self._act: Callable[[], Any] | None = act
 
     def __call__(self) -> Any:
         """Horovod's handles of sparse sums are called."""
         return wait(self)
+
+    def then(self, change: Callable[[Any], Any]) -> Operation:
+        """The same handle, whose result is `change` of what it would have been."""
+        act = self._act
+        assert act is not None
+        self._act = lambda: change(act())
+        return self
 
     def carry_out(self) -> None:
         assert self._act is not None
@@ -51,24 +59,34 @@ class Operation:
 class _Words(NamedTuple):
     """What a process says in a round."""
 
-    posted: list[tuple[str, str, Any]]  # key, signature and form of each operation, in order
+    posted: list[tuple[str, tuple[str, ...], Any]]  # key, signature and form of each operation, in order
     waiting: str | None  # for what it waits; None: it asks and goes on (poll)
     joined: int  # rounds since it called join(), and takes part in what the others do; 0: it has not
 
+
+_SAME_CALLS = "Pass tensors of one shape and dtype, and the same operation, or give different things different names."
 
 _posted: dict[str, Operation] = {}
 _unnamed: Counter[str] = Counter()  # calls without a name, by their kind
 
 
-def post(kind: str, name: str | None, signature: str, act: Callable[[], Any], form: Any = None) -> Operation:
+def post(
+    kind: str,
+    name: str | None,
+    signature: Sequence[str],
+    act: Callable[[], Any],
+    form: Any = None,
+    remedy: str = _SAME_CALLS,
+) -> Operation:
     """Write a call down.
 
     Args:
         kind: such as "allreduce".
         name: the script's; None: the number of this unnamed call.
-        signature: what must be the same on all processes, in words.
+        signature: what must be the same on all processes, in words. An error shows the first part that differs.
         act: communicates, and returns the call's result.
         form: what a process that has joined must know to take part; None: it cannot.
+        remedy: the end of the error where the signatures differ.
 
     Raises:
         UsageError: a call of that name has not ended yet.
@@ -82,7 +100,7 @@ def post(kind: str, name: str | None, signature: str, act: Callable[[], Any], fo
             f"hvd.{key} was called again before the first call of that name was waited for. Give each its own name, or "
             "call hvd.synchronize(handle) first."
         )
-    operation = _posted[key] = Operation(key, signature, act, form)
+    operation = _posted[key] = Operation(key, signature, act, form, remedy)
     return operation
 
 
@@ -100,9 +118,9 @@ def ask(operation: Operation) -> bool:
     return operation.done
 
 
-def call(kind: str, name: str | None, signature: str, act: Callable[[], Any], form: Any = None) -> Any:
+def call(kind: str, name: str | None, signature: Sequence[str], act: Callable[[], Any], *more: Any) -> Any:
     """`post` and `wait`."""
-    return wait(post(kind, name, signature, act, form))
+    return wait(post(kind, name, signature, act, *more))
 
 
 def take_part(stand_in: Callable[[Any], None]) -> int:
@@ -151,11 +169,11 @@ def _act_on(everyone: list[_Words], stand_in: Callable[[Any], None] | None) -> N
     ready = [item for item in everyone[first].posted if all(item[0] in found for found in signatures.values())]
     for key, signature, form in ready:
         if any(found[key] != signature for found in signatures.values()):
-            shown = "; ".join(f"rank {rank}: {found[key]}" for rank, found in signatures.items())
-            raise UsageError(
-                f"hvd.{key} is not the same call on all processes ({shown}). Pass tensors of one shape and dtype, and "
-                "the same operation, or give different things different names."
-            )
+            remedy = _posted[key].remedy if key in _posted else _SAME_CALLS
+            parts = itertools.zip_longest(*(found[key] for found in signatures.values()), fillvalue="nothing")
+            first_other = next(part for part in parts if len(set(part)) > 1)
+            shown = "; ".join(f"rank {rank}: {part}" for rank, part in zip(signatures, first_other))
+            raise UsageError(f"hvd.{key} is not the same call on all processes ({shown}). {remedy}")
         if len(active) < len(everyone) and form is None:
             gone = [rank for rank, words in enumerate(everyone) if words.joined]
             raise UsageError(

@@ -11,18 +11,16 @@ early_start.py         the first workers on one machine, before the launcher has
 output.py              what the ranks print
 streams.py             standard streams that are closed, full, or not read
 rendezvous.py          where the workers meet, on one machine and on several
-key_values.py          the store, and the requests of torch's client (pure)
-doors.py               who may come to it, and by which door
-socket_owner.py        which user is at the other end of a connection within this machine
-sealed.py              a connection between launchers that share a secret (pure)
+key_values.py          the requests of torch's client on a store
+store.py               the store on this machine, for this user's processes
+tunnel.py              the stores of several machines, for launchers that know the secret
 secret.py              the file with the secret
 store_redirect.py      in the ranks of several machines: the way to the store
 agent.py               torch's elastic agent, with processes of our own
 peers.py               what the launchers of several machines tell each other
 stacks.py              where a worker stands: line and call, asked by a signal
 process_state.py       what the kernel says of a process: stopped, waits for a disk, swaps
-early_exits.py         a rank that has ended while others go on
-stalls.py              ranks that wait for others, and what keeps those that do not come
+stalls.py              ranks that wait for others, and what keeps those that do not come, or have ended
 endings.py             what can be found out of how a rank ended
 stop_request.py        a signal that asks the run to save a checkpoint and end
 report.py              which rank is the cause of a failure, and how to say it (pure)
@@ -44,7 +42,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from paceline.config import StrategySpec
 from paceline.errors import LaunchError
 from paceline.launcher.nodes import ALONE, Nodes
-from paceline.launcher.torch_import import faster
+from paceline.launcher.torch_import import faster, variable
 from paceline.world import NOTICE_SECONDS
 
 
@@ -53,14 +51,8 @@ def _quietly() -> Iterator[None]:
     """While torch is being loaded, its C++ part logs errors only. Where a connection breaks it would log pages of
     warnings, of which the launcher says a line. torch reads the level at its import; the workers keep theirs."""
     level = "TORCH_CPP_LOG_LEVEL"
-    ours = level not in os.environ
-    if ours:
-        os.environ[level] = "ERROR"
-    try:
+    with variable(level, os.environ.get(level, "ERROR")):
         yield
-    finally:
-        if ours:
-            del os.environ[level]
 
 
 def run(

@@ -36,15 +36,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from paceline.launcher import early_start, endings, processes, report
 from paceline.launcher.checks import device_count, room_for
-from paceline.launcher.early_exits import EarlyExits, read_place
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output, say
 from paceline.launcher.peers import POLL_SECONDS, Failure, Peers, RendezvousLost
 from paceline.launcher.plan import Plan
-from paceline.launcher.rendezvous import InterruptibleRendezvous, workers_store
+from paceline.launcher.rendezvous import MachinesRendezvous
 from paceline.launcher.restart_policy import Restarts
 from paceline.launcher.stacks import sample_stacks
-from paceline.launcher.stalls import STALLED, Stalls
+from paceline.launcher.stalls import Stalls, Verdict
 from paceline.launcher.stop_request import StopRequest
 from paceline.timeline.chrome_trace import join_left
 from paceline.torch_private.elastic import SimpleElasticAgent
@@ -109,10 +108,9 @@ class Agent(SimpleElasticAgent):
         self._failed = False  # were the workers ended because of a failure?
         self._again = False  # is the next start that after a lost rendezvous?
         self._began = self._round_began = time.monotonic()
-        self._early_exits, self._stalls = EarlyExits({}), Stalls({}, True)
+        self._stalls = Stalls({}, True)
         self._stop_request: StopRequest | None = None  # None: nothing asks this run to stop with a checkpoint
         self._peers: Any = None
-        self._workers_store: Any = None
         self._door: int | None = None  # the port on loopback that leads to the workers' store on another machine
 
     # ------------------------------------------------------------ starting
@@ -152,17 +150,14 @@ class Agent(SimpleElasticAgent):
         starts, used = self._peers.agree(self._restarts.starts, self._restarts.used)
         self._restarts = self._restarts.met(starts, used)
         self._door = None
-        handler = worker_group.spec.rdzv_handler
-        if isinstance(handler, InterruptibleRendezvous) and handler.guard is not None:
-            self._door = handler.guard.door(f"workers/{starts}")
-        elif self._plan.nodes.several:
-            if node == 0:
-                self._workers_store = workers_store(self._plan.nodes, str(worker_group.master_addr))
-            own = self._workers_store.port if node == 0 else None
-            worker_group.master_port = self._peers.share_port(own)
+        handler: Any = worker_group.spec.rdzv_handler
+        if isinstance(handler, MachinesRendezvous):
+            self._door = handler.relay_to_workers(starts)
+            if self._door is None:
+                own = handler.open_workers_store(str(worker_group.master_addr)) if node == 0 else None
+                worker_group.master_port = self._peers.share_port(own)
         files = {rank: self._error_file(rank) for rank in self._ranks}
         several, limit = self._plan.nodes.several, self._plan.stall_seconds
-        self._early_exits = EarlyExits(files, limit)
         alone, action = len(files) == 1 and not several, self._plan.stall_action
         on_cpus = (self._plan.device or "").startswith("cpu") or device_count() == 0
         self._stalls = Stalls(files, alone, several=several, on_cpus=on_cpus, seconds=limit, action=action)
@@ -231,14 +226,11 @@ class Agent(SimpleElasticAgent):
         if len(self._endings) == self._plan.nproc:
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(self._ranks))
         left = [*self._exited(), *self._peers.exited]
-        problem = self._timed_out() or self._early_exits.poll(left, self._running())
-        if problem is not None:
-            return self._fail(problem, None)
-        stalled = self._stalls.poll(self._running(), lambda: self._early_exits.words(left) if left else "")
-        if stalled is None:
+        verdict = self._timed_out() or self._stalls.poll(self._running(), left)
+        if verdict is None:
             return RunResult(WorkerState.HEALTHY)
-        result = self._fail(stalled, None, final=self._stalls.action == "end")
-        self.exit_code = STALLED
+        result = self._fail(verdict.story, None, verdict.final)
+        self.exit_code = verdict.exit_code
         return result
 
     def _fail(self, problem: str | None, elsewhere: Failure | None, final: bool = False) -> RunResult:
@@ -389,7 +381,7 @@ class Agent(SimpleElasticAgent):
 
     def _leaving(self) -> list[report.Ending]:
         """Of ranks that have come to their end, with exit code 0, but whose process still exits: how they end."""
-        places = {rank: read_place(self._error_file(rank)) for rank in self._running()}
+        places = {rank: endings.read_place(self._error_file(rank)) for rank in self._running()}
         return [report.Ending(rank, 0, time.time(), place=place) for rank, place in places.items() if place]
 
     def _exited(self) -> list[int]:
@@ -401,7 +393,7 @@ class Agent(SimpleElasticAgent):
         pids = zip(self._ranks, self._processes.pids)
         return {rank: pid for index, (rank, pid) in enumerate(pids) if index not in self._endings}
 
-    def _timed_out(self) -> str | None:
+    def _timed_out(self) -> Verdict | None:
         """Where the ranks are, once the plan's time has run out."""
         limit = self._plan.timeout_seconds
         if limit is None or time.monotonic() - self._began < limit:
@@ -410,7 +402,7 @@ class Agent(SimpleElasticAgent):
         where = sample_stacks({rank: self._error_file(rank) for rank in self._ranks}, running)
         lines = [f"not done after {limit:g} s"]
         lines += [f"rank {rank} stands at {where[rank]}" if rank in where else f"rank {rank} runs" for rank in running]
-        return "\n".join(lines)
+        return Verdict("\n".join(lines), 1)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         """torch calls it after a failure, and where machines have come."""
@@ -450,7 +442,7 @@ class Agent(SimpleElasticAgent):
         """Has a signal asked the run to stop, here or on another machine?"""
         if self._interrupts.asked is not None and self._stop_request is not None:
             self._stop_request.poll(asked=True)  # it may have come since the last look, and the others are to know
-        return bool(self._peers.was_asked())
+        return int(self._peers.count("asked")) > 0
 
     def _assign_worker_ranks(self, store: Any, *rest: Any) -> Any:
         """torch leaves in the store how many ranks each machine had in the round before. Now they may be others."""
@@ -510,8 +502,7 @@ class Agent(SimpleElasticAgent):
         self._output.show()
         # The files to which the ranks' runs are traced. Rank 0 has written its own, unless it was killed.
         for file in {told(self._error_file(rank), TRACE) for rank in self._ranks} - {None}:
-            for line in join_left(str(file), self._ranks):
-                say(f"paceline: {line}\n")
+            join_left(str(file), self._ranks, lambda line: say(f"{line}\n"))
 
     def _await_writes(self) -> None:
         """Let ranks end the checkpoints that they write in the background (state/background_write.py)."""

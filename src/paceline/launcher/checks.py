@@ -1,7 +1,8 @@
-"""What is checked before anything starts: the script, an outer launcher, a port, the number of devices. No torch."""
+"""What is checked before anything starts: the script, an outer launcher, ports, addresses, devices. No torch."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -12,6 +13,8 @@ from importlib.machinery import PathFinder
 from paceline.errors import LaunchError, WorldError
 from paceline.launcher.nodes import Nodes
 from paceline.world import from_env
+
+HOST = "127.0.0.1"
 
 # World.source -> (where this process is, the command to start the script by).
 _OUTER = {
@@ -82,18 +85,35 @@ def check_outer_world(environ: Mapping[str, str], nodes: Nodes) -> None:
 
 def check_port(host: str, port: int, option: str) -> None:
     """Raises LaunchError where this machine cannot listen on `port` of `host`."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            if error.errno == errno.EADDRNOTAVAIL:  # not our address: torch says more
-                return
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:  # else it is not our address: torch says more
+            why = str(error.strerror).partition(" (while")[0]  # that it was in binding
             raise LaunchError(
-                f"{option} {port}: this machine cannot listen on port {port} ({error.strerror}). End what uses it "
+                f"{option} {port}: this machine cannot listen on port {port} ({why}). End what uses it "
                 f"(`ss -ltnp | grep {port}` names it), or choose another port, on all machines alike."
             ) from None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on one address only. port 0: any that is free."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=1024)
+
+
+def is_local(host: str) -> bool:
+    """Is it an address of this machine? By binding, since a machine need not know all of its names. torch compares
+    names."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.bind(address)
+            return True
+    return False
 
 
 def device_count() -> int:

@@ -21,12 +21,11 @@ import uuid
 from dataclasses import dataclass
 
 from paceline.launcher import processes
-from paceline.launcher.checks import check_devices
+from paceline.launcher.checks import HOST, check_devices, listen
 from paceline.launcher.output import Output
 from paceline.launcher.plan import Plan, available_cores, command_line, worker_environment
 from paceline.world import HANDOVER, MEMORY, MEMORY_EVERY, NOTICE, STARTS_AGAIN, STOP_FILE, STORE_DOOR, World
 
-HOST = "127.0.0.1"
 DRIVERS = (  # on Linux: of NVIDIA, of it under WSL, of AMD, of Intel, of others
     "/dev/nvidia*",
     "/dev/dxg",
@@ -83,16 +82,6 @@ def start(plan: Plan, output: Output, stop_file: str | None, notices: bool = Fal
     return EarlyWorkers(run_id, listener, started)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on one address only. port 0: any that is free."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
-    listener.listen(1024)
-    return listener
-
-
 def command(
     plan: Plan,
     world: World,
@@ -121,25 +110,17 @@ def command(
         environ=os.environ,
         restarts=starts,
     )
-    environ.pop(STOP_FILE, None)  # of an outer launcher, which asks its own workers
-    environ.pop(NOTICE, None)
-    if stop_file is not None:
-        environ[STOP_FILE] = stop_file
-        if notices:
-            environ[NOTICE] = "1"
-    environ.pop(HANDOVER, None)
-    if plan.max_restarts:
-        environ[HANDOVER] = os.path.join(output.private, "newest")
-    environ.pop(MEMORY, None)
-    environ.pop(MEMORY_EVERY, None)
-    if plan.memory_every is not None:
-        environ[MEMORY], environ[MEMORY_EVERY] = output.memory(), str(plan.memory_every)
-    environ.pop(STARTS_AGAIN, None)
-    if plan.max_restarts or plan.nodes.may_change:
-        environ[STARTS_AGAIN] = "1"
-    environ.pop(STORE_DOOR, None)
-    if door is not None:
-        environ[STORE_DOOR] = str(door)
+    again = bool(plan.max_restarts)
+    set_or_not = {  # None: not set, also where an outer launcher has set it for its own workers
+        STOP_FILE: stop_file,
+        NOTICE: "1" if notices and stop_file is not None else None,
+        HANDOVER: os.path.join(output.private, "newest") if again else None,
+        MEMORY: None if plan.memory_every is None else output.memory(),
+        MEMORY_EVERY: None if plan.memory_every is None else str(plan.memory_every),
+        STARTS_AGAIN: "1" if again or plan.nodes.may_change else None,
+        STORE_DOOR: None if door is None else str(door),
+    }
+    environ = {name: value for name, value in {**environ, **set_or_not}.items() if value is not None}
     return processes.Command(command_line(plan), environ, output.open(world.rank, first=world.local_rank == 0))
 
 

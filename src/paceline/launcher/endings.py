@@ -7,15 +7,19 @@ import signal
 from collections.abc import Callable, Mapping
 
 from paceline.launcher import process_state
-from paceline.launcher.early_exits import read_place
 from paceline.launcher.output import Output
 from paceline.launcher.report import UNWRITTEN, Ending, Error
 from paceline.launcher.stacks import in_collective, place_in_traceback, place_of_crash
-from paceline.world import DONE, FAILING, LOST_PEER, SAVED, told, was_told
+from paceline.world import DONE, FAILING, LEFT, LOST_PEER, SAVED, told, was_told
 
 CRASHES = tuple(-signum for signum in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE))
 """Exit codes of a process that its own native code ended."""
 _FULL_BYTES = 64 << 10  # a disk with less to spare counts as full
+
+
+def read_place(path: str) -> str:
+    """Where in the script a rank ended with exit code 0; "" where it did not say. path: of its error file."""
+    return told(path, LEFT) or ""
 
 
 def told_exit_code(path: str) -> int | None:

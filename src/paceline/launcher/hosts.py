@@ -117,19 +117,17 @@ def _host(where: str, text: str) -> Host:
 
 
 def _file_line(where: str, number: int, line: str) -> Host | None:
-    """ "a slots=8  # comment"; None of an empty line. Also Open MPI's and Horovod's further words are refused, not
-    passed over: one of them may say what nobody does."""
-    words = line.partition("#")[0].split()
-    if not words:
+    """ "a slots=8  # comment"; None of an empty line. Further words, as Open MPI and Horovod have them, are refused and
+    not passed over: one of them may say what nobody does."""
+    text = line.partition("#")[0].strip()
+    if not text:
         return None
     where = f"{where}, line {number}"
-    host = _host(where, words[0])
-    for word in words[1:]:
-        key, equals, value = word.partition("=")
-        if key != "slots" or not equals or host.slots is not None:
-            raise LaunchError(f"{where}: {line.strip()!r}. Write a host in each line, and `slots=N` after it, once.")
-        host = Host(host.name, _checked_slots(where, host.name, value))
-    return host
+    found = re.fullmatch(r"(\S+)(?:\s+slots=(\S+))?", text)
+    host = None if found is None else _host(where, found[1])
+    if found is None or host is None or (found[2] and host.slots is not None):
+        raise LaunchError(f"{where}: {line.strip()!r}. Write a host in each line, and `slots=N` after it, once.")
+    return host if found[2] is None else Host(host.name, _checked_slots(where, host.name, found[2]))
 
 
 def _checked_name(where: str, name: str) -> str:

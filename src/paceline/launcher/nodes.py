@@ -33,7 +33,7 @@ class Nodes:
         local_addr: the address by which others reach this machine; None: its name.
         secret: what the launchers of several machines share; None: nothing.
         secret_file: where it is from, for messages; "": handed over.
-        insecure: torch's own rendezvous, which asks nobody who he is?
+        insecure: may everybody enter?
         unused: options that were given and mean nothing on one machine.
     """
 
@@ -62,12 +62,17 @@ class Nodes:
 
     @property
     def guarded(self) -> bool:
-        """Do the machines meet by our own rendezvous, which nobody enters without the secret?"""
-        return self.several and not self.insecure and _can_be_guarded(self.backend, self.conf)
+        """Do the machines meet by our own rendezvous? (Not by one in an etcd server, or in a file that they share.)"""
+        return self.several and _can_be_guarded(self.backend, self.conf)
+
+    @property
+    def tunnelled(self) -> bool:
+        """Do they meet over the network? Launchers of one machine do not: the kernel tells whose they are."""
+        return self.guarded and not (self.secret is None and is_loopback(self.host))
 
     @property
     def key(self) -> bytes:
-        """The secret as bytes. Launchers of one machine may have none: then the kernel tells whose they are."""
+        """The secret as bytes. Without one everybody knows it."""
         return (self.secret or "").encode()
 
     @property

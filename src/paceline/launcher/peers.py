@@ -129,21 +129,12 @@ class Peers:
             self._call("set", f"failed/{self._node}", json.dumps([text, consequence]))
             self._call("add", "failures", 1)
 
-    def add_stop(self) -> int:
-        """Count this launcher to those whose ranks know that the run is asked to stop. Returns how many they are."""
-        return int(self._call("add", "stops", 1))
+    def count(self, what: str, more: int = 0) -> int:
+        """How many launchers have counted themselves in so far, this one now with more=1.
 
-    def count_stops(self) -> int:
-        """How many launchers have told their ranks that the run is asked to stop."""
-        return int(self._call("add", "stops", 0))
-
-    def add_asked(self) -> None:
-        """A signal has asked this launcher to stop the run."""
-        self._call("add", "asked", 1)
-
-    def was_asked(self) -> bool:
-        """Has a signal asked one of the launchers to stop the run?"""
-        return int(self._call("add", "asked", 0)) > 0
+        what: "stops": their ranks know that the run is asked to stop; "asked": a signal has asked for it there.
+        """
+        return int(self._call("add", what, more))
 
     def publish_exits(self, ranks: list[int]) -> None:
         """Tell the other nodes which ranks of this one have ended well."""

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import math
 import os
 import secrets
 import stat
-from collections import Counter
-from collections.abc import Sequence
 
 from paceline.config import open_plain
 from paceline.errors import LaunchError
 
 MIN_CHARACTERS = 32
-MIN_BITS = 64.0  # by _bits; 32 random hexadecimal digits have some 105
+MIN_DIFFERENT = 6  # characters, and steps from one to the next; 32 random hexadecimal digits have 14 and more
 _MOST_BYTES = 4096
 _BYTES = 32
 _MAKE = "`paceline secret FILE`"
@@ -70,7 +67,7 @@ def read_secret(path: str) -> str:
         raise LaunchError(f"{option} is no secret: it has more than {_MOST_BYTES} bytes. Make one with {_MAKE}.")
     if not text.isprintable():
         raise LaunchError(f"{option} has characters that are no text. Make one with {_MAKE}.")
-    if _bits(text) < MIN_BITS:
+    if can_be_guessed(text):
         raise LaunchError(
             f"{option} can be guessed: it repeats itself, or counts, or has few different characters. Make one with "
             f"{_MAKE}."
@@ -78,15 +75,8 @@ def read_secret(path: str) -> str:
     return text
 
 
-def _bits(text: str) -> float:
-    """About how many bits an attacker must guess, who tries what repeats a few characters, or counts up or down: those
-    of one period of the text, by how often each character comes, or each step from a character to the next."""
-    period = next(n for n in range(1, len(text) + 1) if text.startswith(text[n:]))
-    steps = [ord(after) - ord(before) for before, after in itertools.pairwise(text)]
-    return period * min(_entropy(text), _entropy(steps))
-
-
-def _entropy(symbols: Sequence[object]) -> float:
-    """Bits of one symbol, by how often each comes (Shannon 1948)."""
-    shares = [count / len(symbols) for count in Counter(symbols).values()]
-    return -sum(share * math.log2(share) for share in shares)
+def can_be_guessed(text: str) -> bool:
+    """Does it repeat itself, or count up or down, or have few different characters?"""
+    steps = {ord(after) - ord(before) for before, after in itertools.pairwise(text)}
+    repeats = text in (text + text)[1:-1]
+    return repeats or min(len(set(text)), len(steps)) < MIN_DIFFERENT

@@ -18,17 +18,16 @@ import os
 import selectors
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any
 
 from paceline.config import open_plain
 from paceline.errors import LaunchError
+from paceline.launcher.checks import is_local
 from paceline.launcher.hosts import (
     BEAT_SECONDS,
     MARK,
@@ -55,6 +54,7 @@ _MOST_HOSTFILE_BYTES = 2**24
 ANSWER_SECONDS = 60.0  # for a host to be asked: a Python from a slow network disk takes its time
 OTHERS_SECONDS = 10.0  # between the failure of one host and an order to the others to end
 END_SECONDS = 12.0  # for a host to carry out that order
+_MOST_LINES = 50  # of a host's stderr, that are kept
 _CLOSE_SECONDS = 2.0  # for the connection to close when the run there has ended: a process left behind keeps it open
 _MARK = MARK.encode()
 
@@ -100,7 +100,7 @@ def run_on_hosts(job: Job, options: HostOptions) -> int:
     nproc = counts(hosts, job.nproc)
     least = job.meeting.check(len(hosts))
     variables = passed_variables(os.environ, options.env)
-    here = [is_this_machine(host.name) for host in hosts]
+    here = ["@" not in host.name and is_local(host.name) for host in hosts]  # a name with a user is left to ssh
     if sum(here) > 1:
         names = " and ".join(host.name for host, local in zip(hosts, here) if local)
         raise LaunchError(f"--hosts: {names} are this machine. Name it once, with the number of processes.")
@@ -109,16 +109,17 @@ def run_on_hosts(job: Job, options: HostOptions) -> int:
             "--hosts: there is no `ssh` on this machine. On Debian and Ubuntu: apt install openssh-client"
         )
     machines = [_Machine(*one) for one in zip(hosts, nproc, here)]
-    request = {"probe": False, "directory": os.getcwd(), "environ": variables}
     grace = NOTICE_SECONDS if job.grace is None else job.grace or None
     with Interrupts(stoppable=True, grace=grace) as interrupts:
         try:
             while True:
-                watch = _run_once(job, options, machines, least, request, interrupts)
-                machines = watch.machines_to_meet_again(least) if job.meeting.may_move else []
+                with _Run(job, options, machines, least, variables, interrupts) as run:
+                    run.start(run.ask())
+                    run.watch()
+                machines = run.machines_to_meet_again(least) if job.meeting.may_move else []
                 if not machines:
-                    return watch.exit_code
-                watch.wait_for_the_lost(machines)
+                    return run.exit_code
+                run.wait_for_the_lost(machines)
         except Stopped as stopped:
             return stopped.report()
         except BrokenPipeError:  # who read our output has gone, as `| head`: as a program that SIGPIPE ends
@@ -135,257 +136,226 @@ class _Machine:
     here: bool
 
 
-def _run_once(
-    job: Job,
-    options: HostOptions,
-    machines: Sequence[_Machine],
-    least: int,
-    request: Mapping[str, Any],
-    interrupts: Interrupts,
-) -> _Watch:
-    """Ask the hosts, start the job on them, and wait until all have ended. Raises LaunchError where it cannot start."""
-    hosts, here = [machine.host for machine in machines], [machine.here for machine in machines]
-    commands = [_command(machine, options) for machine in machines]
-    asked = {**request, "probe": True, "script": job.script, "module": job.module}
-    answers = _ask(hosts, commands, asked, options, job.version)
-    reached = addresses(answers, here)
-    remotes: list[_Remote] = []
-    try:
-        for number, machine in enumerate(machines):
-            place = job.meeting.options(number, reached, answers[0].port, least)
-            words = ["run", *job.options, "--nproc", machine.nproc, *place]
-            arguments = [*words, *(["-m"] if job.module else []), job.script, *job.args]
-            address = reached[number] if len(machines) > 1 else ""
-            what = {**request, "arguments": arguments, "address": address}
-            if job.secret is not None and len(machines) > 1:
-                what["secret"] = job.secret
-            remotes.append(_Remote(machine, commands[number], what))
-        interrupts.deferred = True
-        watch = _Watch(remotes, interrupts, most_lost=len(machines) - least, hosts_decide=job.grace is None)
-        watch.run()
-        return watch
-    finally:
-        for remote in remotes:
-            remote.close()
-
-
-def is_this_machine(name: str) -> bool:
-    """Is it an address of this machine? (A name with a user is left to ssh.) By binding, since a machine need not know
-    all of its names."""
-    if "@" in name:
-        return False
-    try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        return False
-    for family, kind, protocol, _, address in found:
-        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
-            probe.bind(address)
-            return True
-    return False
-
-
-def _command(machine: _Machine, options: HostOptions) -> list[str]:
-    python = options.python or sys.executable
-    if machine.here:
-        return [python, "-m", "paceline.on_host"]
-    return ssh_command(machine.host, options, python, os.environ.get("PYTHONPATH"))
-
-
-# ---------------------------------------------------------------- asking
-
-
-def _ask(
-    hosts: Sequence[Host],
-    commands: Sequence[Sequence[str]],
-    request: Mapping[str, Any],
-    options: HostOptions,
-    version: str,
-) -> list[Answer]:
-    """What each host answers. Raises LaunchError with all that keeps the run from starting, of all hosts."""
-    python = options.python or sys.executable
-    clients = [_popen(command) for command in commands]
-    try:
-        line = f"{json.dumps(request)}\n".encode()
-        with ThreadPoolExecutor(len(clients)) as pool:
-            try:
-                said = list(pool.map(lambda client: _converse(client, line), clients))
-            except BaseException:
-                for client in clients:
-                    _kill(client)  # or else the pool's threads would be waited for
-                raise
-    finally:
-        for client in clients:
-            _kill(client)
-            client.wait()
-    faults, answers = [], {}
-    for host, client, (output, error) in zip(hosts, clients, said):
-        _, mark, text = output.rpartition(MARK)
-        if mark:
-            answers[host] = Answer(**json.loads(text.splitlines()[0]))
-        elif client.returncode is not None and client.returncode >= 0:
-            faults.append(refusal(host, client.returncode, error, options, python, version))
-        else:
-            last = f" (it said: {error.strip().splitlines()[-1]})" if error.strip() else ""
-            by_hand = f"ssh {host.name} {python} -V"
-            faults.append(f"host {host.name}: no answer for {ANSWER_SECONDS:.0f} s{last}. Does `{by_hand}` work?")
-    faults += disagreements(answers, version)
-    if faults:
-        raise LaunchError("Nothing was started.\n" + "\n".join(faults))
-    return list(answers.values())
-
-
-def _converse(client: subprocess.Popen[bytes], line: bytes) -> tuple[str, str]:
-    """(stdout, stderr) of a client that is told one line. Empty, where it takes too long."""
-    try:
-        output, error = client.communicate(line, timeout=ANSWER_SECONDS)
-    except subprocess.TimeoutExpired:
-        _kill(client)
-        output, error = client.communicate()
-    return output.decode(errors="replace"), error.decode(errors="replace")
-
-
-def _popen(command: Sequence[str]) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that a Ctrl-C at the terminal reaches only this launcher, which passes it on."""
-    pipe = subprocess.PIPE
-    try:
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
-    except OSError as error:
-        raise LaunchError(f"{command[0]} cannot be run: {error.strerror}. Name another with --python.") from None
-
-
-def _kill(client: subprocess.Popen[bytes]) -> None:
-    """With what it has started, such as a ProxyCommand, which would hold its streams open."""
-    if client.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(client.pid, signal.SIGKILL)
-
-
-# ---------------------------------------------------------------- running
-
-
 class _Remote:
-    """The run on one host: ssh's client, and what came from it."""
+    """One host, and the program there (paceline/on_host.py) behind ssh.
 
-    def __init__(self, machine: _Machine, command: Sequence[str], request: Mapping[str, Any]) -> None:
-        self.machine, self.host = machine, machine.host
-        self.code: int | None = None  # of `paceline run` there, once it has told it
-        self.told = False  # was it told to end?
-        self.last = ""  # the last line on stderr
-        self.closed_by: float | None = None  # when the connection is closed from here
-        self.client = _popen(command)
+    Attributes:
+        answer: what the host said of itself; None: nothing yet.
+        code: the exit code of `paceline run` there, once it has told it.
+        told: was it told to end?
+        said: lines on stderr; those that come before the run there begins are not shown.
+        closed_by: when the connection is closed from here.
+    """
+
+    def __init__(self, machine: _Machine, command: Sequence[str]) -> None:
+        self.machine, self.name = machine, machine.host.name
+        self.answer: Answer | None = None
+        self.code: int | None = None
+        self.told = False
+        self.said: list[str] = []
+        self.closed_by = float("inf")
+        self._began = False
+        pipe = subprocess.PIPE
+        try:  # in a session of its own: a Ctrl-C at the terminal reaches only this launcher, which passes it on
+            self.client = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        except OSError as error:
+            raise LaunchError(f"{command[0]} cannot be run: {error.strerror}. Name another with --python.") from None
         assert self.client.stdin is not None
         assert self.client.stdout is not None
         assert self.client.stderr is not None
-        self._input = self.client.stdin
+        self._input = self.client.stdin.fileno()
         self.streams = {self.client.stdout: sys.stdout, self.client.stderr: sys.stderr}
         self._parts = dict.fromkeys(self.streams, b"")  # of a line whose end has not come
-        with contextlib.suppress(BrokenPipeError):  # it has failed already
-            self._input.write(f"{json.dumps(request)}\n".encode())
-            self._input.flush()
-        os.set_blocking(self._input.fileno(), False)
+
+    def request(self, what: Mapping[str, Any]) -> None:
+        self._began = self.answer is not None
+        with contextlib.suppress(BrokenPipeError), open(self._input, "wb", closefd=False) as file:
+            file.write(f"{json.dumps(what)}\n".encode())
 
     def send(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # it has ended; or its pipe is full, since the network is cut
-            os.write(self._input.fileno(), f"{text}\n".encode())
+        """To the run there. It has ended, where this fails; or its pipe is full, since the network is cut."""
+        os.set_blocking(self._input, False)
+        with contextlib.suppress(OSError):
+            os.write(self._input, f"{text}\n".encode())
 
     def read(self, stream: IO[bytes]) -> bool:
-        """Show what has come on a stream. Returns whether more may come."""
+        """Take what has come on a stream. Returns whether more may come."""
         data = os.read(stream.fileno(), 65536)
         *lines, rest = (self._parts[stream] + data).split(b"\n")
-        if not data and rest:
-            lines, rest = [*lines, rest], b""
         self._parts[stream] = rest
         target = self.streams[stream]
-        for line in lines:
+        for line in lines if data else filter(None, [rest]):
             shown, mark, told = line.partition(_MARK)
             if mark:
-                self.code = json.loads(told)["exit"]
-                self.closed_by = time.monotonic() + _CLOSE_SECONDS
-                if not shown:
-                    continue
+                self._hear(json.loads(told))
+            if mark and not shown:
+                continue
             text = shown.decode(errors="replace").rstrip("\r")
-            if target is sys.stderr and text.strip():
-                self.last = text
-            target.write(f"[{self.host.name}] {text}\n")
+            if target is sys.stderr:
+                self.said.append(text)
+                del self.said[:-_MOST_LINES]
+            if self._began:
+                target.write(f"[{self.name}] {text}\n")
         target.flush()
         if not data:
             del self.streams[stream]
         return bool(data)
+
+    def _hear(self, told: dict[str, Any]) -> None:
+        if "exit" in told:
+            self.code = told["exit"]
+            self.closed_by = time.monotonic() + _CLOSE_SECONDS
+        else:
+            self.answer = Answer(**told)
 
     @property
     def ended(self) -> bool:
         return not self.streams
 
     @property
-    def is_surely_gone(self) -> bool:
-        """Has the run there ended? It was a child of this process. ssh ends alike where the connection breaks and where
-        the program at its other end is killed."""
-        return self.machine.here
-
-    def hang_up(self) -> None:
-        """End the client of ssh. The host's part, if it still runs, sees its input end."""
-        with contextlib.suppress(OSError):
-            self._input.close()
-        if self.client.poll() is None:
-            self.client.terminate()
+    def last(self) -> str:
+        """The last line on its stderr; "" where there is none."""
+        return next((line for line in reversed(self.said) if line.strip()), "")
 
     def close(self) -> None:
-        self.hang_up()
+        """End the client of ssh, with what it has started, such as a ProxyCommand. The host's part, if it still runs,
+        sees its input end."""
+        for stream in (self.client.stdin, self.client.stdout, self.client.stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        self.streams.clear()
+        if self.client.poll() is None:
+            self.client.terminate()
         try:
             self.client.wait(timeout=2.0)
         except subprocess.TimeoutExpired:
-            _kill(self.client)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.client.pid, signal.SIGKILL)
             self.client.wait()
-        for stream in (self.client.stdout, self.client.stderr):
-            if stream is not None:
-                stream.close()
 
 
-class _Watch:
-    """The hosts of a run, until all have ended.
+class _Run:
+    """The hosts of a run: asked, then started, then watched until all have ended.
 
     Args:
-        remotes: the hosts.
+        least: how many of the machines must stay.
+        variables: of the environment, for the hosts.
         interrupts: whether Ctrl-C or SIGTERM came.
-        most_lost: how many may fail while the others go on.
-        hosts_decide: does each host decide whether SIGTERM asks it to save a checkpoint?
     """
 
     def __init__(
-        self, remotes: Sequence[_Remote], interrupts: Interrupts, most_lost: int, hosts_decide: bool = False
+        self,
+        job: Job,
+        options: HostOptions,
+        machines: Sequence[_Machine],
+        least: int,
+        variables: Mapping[str, str],
+        interrupts: Interrupts,
     ) -> None:
         self.exit_code = 1  # of the run, once it has ended
-        self._remotes, self._interrupts, self._most_lost = remotes, interrupts, most_lost
-        self._hosts_decide = hosts_decide
-        self._noticed = False  # have the hosts heard of SIGTERM, where they decide?
+        self._job, self._options, self._least, self._variables = job, options, least, variables
+        self._python = options.python or sys.executable
+        self._interrupts, self._most_lost = interrupts, len(machines) - least
+        self._noticed = False  # have the hosts heard of SIGTERM, where they decide what it asks for?
         self._lost: dict[_Remote, float] = {}  # hosts whose launcher has gone without a word, and when
         self._ended: list[tuple[str, int | None]] = []  # (host, exit code) of those that ended without being told
         self._failed_at: float | None = None  # when too many had failed
         self._told_at: float | None = None  # when the others were told to end
         self._beat_at, self._beaten = 0.0, ""  # when the hosts last heard from here, and what
         self._unreached: list[str] = []
+        self._selector = selectors.DefaultSelector()
+        self._remotes: list[_Remote] = []
+        try:
+            for machine in machines:
+                self._remotes.append(_Remote(machine, self._command(machine)))
+                for stream in self._remotes[-1].streams:
+                    self._selector.register(stream, selectors.EVENT_READ, self._remotes[-1])
+        except BaseException:
+            self.close()
+            raise
 
-    def run(self) -> None:
+    def __enter__(self) -> _Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._selector.close()
+        for remote in self._remotes:
+            remote.close()
+
+    def _command(self, machine: _Machine) -> list[str]:
+        if machine.here:
+            return [self._python, "-m", "paceline.on_host"]
+        return ssh_command(machine.host, self._options, self._python, os.environ.get("PYTHONPATH"))
+
+    def _read(self, seconds: float) -> None:
+        """Take what comes from the hosts within this time, and stop reading from those that have ended."""
+        for key, _ in self._selector.select(seconds):
+            if not key.data.read(key.fileobj):
+                self._selector.unregister(key.fileobj)
+        for remote in self._remotes:
+            if not remote.ended and time.monotonic() > remote.closed_by:
+                for stream in list(remote.streams):
+                    self._selector.unregister(stream)
+                remote.close()
+
+    def ask(self) -> list[Answer]:
+        """What each host answers. Raises LaunchError with all that keeps the run from starting, of all hosts."""
+        job = self._job
+        for remote in self._remotes:
+            remote.request({"directory": os.getcwd(), "script": job.script, "module": job.module})
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while any(remote.answer is None and not remote.ended for remote in self._remotes):
+            if time.monotonic() > deadline:
+                break
+            self._read(0.1)
+        faults, answers = [], {}
+        for remote in self._remotes:
+            host, said = remote.machine.host, "\n".join(remote.said)
+            if remote.answer is not None:
+                answers[host] = remote.answer
+            elif remote.ended:
+                code = remote.client.wait()
+                faults.append(refusal(host, code, said, self._options, self._python, job.version))
+            else:
+                last = f" (it said: {remote.last})" if remote.last else ""
+                by_hand = f"ssh {host.name} {self._python} -V"
+                faults.append(f"host {host.name}: no answer for {ANSWER_SECONDS:.0f} s{last}. Does `{by_hand}` work?")
+        faults += disagreements(answers, job.version)
+        if faults:
+            raise LaunchError("Nothing was started.\n" + "\n".join(faults))
+        return list(answers.values())
+
+    def start(self, answers: Sequence[Answer]) -> None:
+        """Start the job on the hosts."""
+        job, several = self._job, len(self._remotes) > 1
+        reached = addresses(answers, [remote.machine.here for remote in self._remotes])
+        self._interrupts.deferred = True
+        for number, remote in enumerate(self._remotes):
+            place = job.meeting.options(number, reached, answers[0].port, self._least)
+            words = ["run", *job.options, "--nproc", remote.machine.nproc, *place]
+            what = {
+                "environ": self._variables,
+                "arguments": [*words, *(["-m"] if job.module else []), job.script, *job.args],
+                "address": reached[number] if several else "",
+                "secret": job.secret if several else None,
+            }
+            remote.request(what)
+
+    def watch(self) -> None:
         """Until all have ended. Raises Stopped when a signal has ended the run."""
-        with selectors.DefaultSelector() as selector:
-            for remote in self._remotes:
-                for stream in remote.streams:
-                    selector.register(stream, selectors.EVENT_READ, remote)
-            running = list(self._remotes)
-            while running:
-                for key, _ in selector.select(0.1):
-                    if not key.data.read(key.fileobj):
-                        selector.unregister(key.fileobj)
-                now = time.monotonic()
-                for remote in running:
-                    if remote.closed_by is not None and now > remote.closed_by and not remote.ended:
-                        self._leave(selector, remote)
-                for remote in [remote for remote in running if remote.ended]:
-                    running.remove(remote)
-                    self._note(remote, now)
-                self._beat(running, now)
-                self._end_others(running, now)
+        running = list(self._remotes)
+        while running:
+            self._read(0.1)
+            now = time.monotonic()
+            for remote in [remote for remote in running if remote.ended]:
+                running.remove(remote)
+                self._note(remote, now)
+            self._beat(running, now)
+            self._end_others(running, now)
         if self._unreached:
             say(
                 f"paceline: {', '.join(self._unreached)} did not answer when told to end. What runs there ends by "
@@ -418,8 +388,10 @@ class _Watch:
         """Until nothing can run any more on the lost hosts: a second run beside the first would write into the same
         checkpoints. Raises Stopped."""
         names = ", ".join(machine.host.name for machine in left)
-        say(f"paceline: {self._keeper.host.name} kept the rendezvous. {names} will meet again without it.\n")
-        unsure = {remote.host.name: when for remote, when in self._lost.items() if not remote.is_surely_gone}
+        say(f"paceline: {self._keeper.name} kept the rendezvous. {names} will meet again without it.\n")
+        unsure = {
+            remote.name: when for remote, when in self._lost.items() if not remote.machine.here
+        }  # ssh ends alike where its connection breaks
         ends = max(unsure.values()) + SILENT_SECONDS + STOP_SECONDS if unsure else 0.0
         if unsure:
             say(
@@ -433,16 +405,9 @@ class _Watch:
                 return
             time.sleep(0.1)
 
-    def _leave(self, selector: selectors.BaseSelector, remote: _Remote) -> None:
-        """Stop reading from a host: it has ended, or does not end."""
-        for stream in list(remote.streams):
-            selector.unregister(stream)
-        remote.streams.clear()
-        remote.hang_up()
-
     def _note(self, remote: _Remote, now: float) -> None:
         """A host has ended: say so if it failed."""
-        name = remote.host.name
+        name = remote.name
         if remote.told:
             if remote.code is None:
                 self._unreached.append(name)
@@ -467,7 +432,7 @@ class _Watch:
         at once, and each time: the first one may come too early there. SIGTERM that the hosts decide on is passed on
         once: one that comes early ends the run there, and a second would hurry its end."""
         asked = self._interrupts.asked
-        if asked == signal.SIGTERM and self._hosts_decide:
+        if asked == signal.SIGTERM and self._job.grace is None:
             word = "alive" if self._noticed else "notice"
             self._noticed = True
         else:

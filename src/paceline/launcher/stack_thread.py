@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import gc
 import hashlib
 import json
@@ -33,7 +32,7 @@ import types
 
 # By their names: gevent puts others into the modules, which are not for a thread beside its own.
 from _thread import LockType, allocate_lock, get_ident, start_new_thread
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from socket import socket as Socket
 from time import monotonic, sleep
@@ -64,8 +63,6 @@ class MainThread:
     others: Frames = ()
 
 
-_NAME = "paceline-stack"  # of the thread, as `top -H` shows it; the kernel takes 15 characters
-_PR_SET_NAME = 15  # linux/prctl.h
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): the sender's process, user and group
 _MOST_FRAMES = 100
 _ENCODING = ("utf-8", "surrogatepass")  # a file's name may hold any bytes
@@ -76,9 +73,6 @@ _ASLEEP_SECONDS = 2e-4  # enough for another thread to wake up and take the lock
 _LOOK_SECONDS = 4.0  # between two looks whether the launcher is stopped
 _WHERE, _CALLS = b"?", b"c"  # the questions: a byte each
 _ANSWER_BYTES = 2**18  # more than a socket takes, as it comes
-# So many waits of the thread for the lock, in so many seconds, are in vain: each ends after 5 ms
-# (sys.getswitchinterval), and is the last where the lock is handed over.
-_VAIN_WAITS, _VAIN_SECONDS = 10, 0.2
 
 
 class _Inbox:
@@ -158,16 +152,13 @@ def _start(error_file: str) -> None:
     with contextlib.suppress(OSError, RuntimeError):  # no socket or no thread to be had: then nobody can ask
         inbox = _Inbox(_address(error_file, os.getpid()))
         # Not by `threading`: a script that lists its threads, or waits for all of them, finds its own alone.
-        ready = allocate_lock()
-        ready.acquire()
         # Signals are the script's: the thread would get those that the script blocks, to wait for them.
         former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASHES)
         try:
-            start_new_thread(_answer_all, (inbox, get_ident(), _answering, ready))
+            start_new_thread(_answer_all, (inbox, get_ident(), _answering))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, former)
         _inbox = inbox
-        ready.acquire(timeout=1.0)  # until it has its name: the next line of the script may keep the lock for good
 
 
 def _has_lock() -> bool:
@@ -189,12 +180,9 @@ def _address(error_file: str, pid: int) -> bytes:
     return f"\0paceline-stack-{run}-{pid}".encode("ascii")
 
 
-def _answer_all(inbox: _Inbox, main: int, answering: LockType, ready: LockType) -> None:
+def _answer_all(inbox: _Inbox, main: int, answering: LockType) -> None:
     """main: of the main thread, which in a forked child is the one that forked."""
     with answering:
-        with contextlib.suppress(Exception):  # a name is for people
-            ctypes.CDLL(None).prctl(_PR_SET_NAME, _NAME.encode(), 0, 0, 0)
-        ready.release()
         with contextlib.suppress(OSError):  # the descriptor was closed: nobody can ask any more
             watch = _LauncherWatch()
             while (asked := inbox.receive(watch)) is not None:
@@ -316,27 +304,3 @@ def _main_thread(answer: list[Any]) -> MainThread:
 
 def _read(frames: Iterable[Sequence[Any]]) -> Frames:
     return tuple((str(path), int(line), str(name)) for path, line, name in frames)
-
-
-def keeping_lock(pids: Collection[int]) -> list[int]:
-    """Of these processes, which were asked and have not answered, those whose native code keeps the interpreter's lock.
-
-    Where code in Python runs, it hands the lock over at the first of the thread's waits; a thread that got no core has
-    not waited.
-    """
-    if not pids:
-        return []
-    before = {pid: _waits(pid) for pid in pids}
-    sleep(_VAIN_SECONDS)
-    return [pid for pid, waits in before.items() if waits is not None and (_waits(pid) or 0) - waits >= _VAIN_WAITS]
-
-
-def _waits(pid: int) -> int | None:
-    """How often the thread of this process has waited for something so far; None where there is no such thread."""
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/status", errors="replace") as file:
-                lines = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-            if lines.get("Name") == _NAME:
-                return int(lines.get("voluntary_ctxt_switches", 0))
-    return None

@@ -1,9 +1,8 @@
 """Where a worker stands: the line of the user's script, and the call in it.
 
 A thread of each worker answers, also while the main thread waits inside native code; the script notices nothing
-(stack_thread.py). Where native code keeps the interpreter's lock, the thread cannot answer, and a signal makes
-faulthandler write the stack into a file (worker.py). The workers of a DataLoader, where they are forked, have a thread
-each. On Linux only.
+(stack_thread.py). It cannot where native code keeps the interpreter's lock. The workers of a DataLoader, where they are
+forked, have a thread each. On Linux only.
 """
 
 from __future__ import annotations
@@ -11,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.launcher import process_state, stack_thread
-from paceline.launcher.stack_thread import Frames, MainThread
-from paceline.launcher.worker import LIBRARY, STACK_SIGNAL, STANDARD_LIBRARY, crash_file, innermost_own, stack_file
+from paceline.launcher.stack_thread import Frames
+from paceline.launcher.worker import LIBRARY, STANDARD_LIBRARY, crash_file, innermost_own
 
 _ANSWER_SECONDS = 0.5
-_LOOK_SECONDS = 0.02  # between two looks for the answer
-_LAST_LINES = (" in _run_module_as_main\n", "\n  ...\n")  # of a stack: a worker is started by -m; or 100 frames
 _IDLE = 0.1  # of a core: a process that uses less waits
 MOST_WORKERS = 16  # of a DataLoader, that are asked
 
@@ -107,8 +103,6 @@ def sample_stacks(error_files: Mapping[int, str], pids: Mapping[int, int]) -> di
     """
     asked = {pid: error_files[rank] for rank, pid in pids.items() if not process_state.read_state(pid).stopped}
     found = stack_thread.ask(asked, _ANSWER_SECONDS)
-    for pid in stack_thread.keeping_lock(asked.keys() - found.keys()):
-        found[pid] = MainThread(_by_signal(pid, stack_file(asked[pid])))
     said = {rank: (found[pid], pid) for rank, pid in pids.items() if pid in found and found[pid].frames}
     return {
         rank: StackSample(main.frames, _cpu_seconds(pid), main.runs_python, main.others)
@@ -134,28 +128,6 @@ def sample_loader_workers(
         if process_state.describe(child, state) or (stand is not None and _loads_an_example(stand.frames)):
             found.append((child, state, stand))
     return found
-
-
-def _by_signal(pid: int, path: str) -> Frames:
-    """The frames that faulthandler writes into the file at a signal; none where the process does not.
-
-    Only for a process whose native code keeps the interpreter's lock. The file is emptied first.
-    """
-    if STACK_SIGNAL is None or not os.path.exists(path) or not _catches(pid, STACK_SIGNAL):
-        return ()
-    with contextlib.suppress(OSError):
-        os.truncate(path, 0)
-        os.kill(pid, STACK_SIGNAL)
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while True:
-            time.sleep(_LOOK_SECONDS)
-            late = time.monotonic() >= deadline
-            with open(path, errors="replace") as file:
-                text = file.read()
-            # A busy machine may take the core from a process in the middle of its answer.
-            if late or text.endswith(_LAST_LINES):
-                return _frames(_FRAME.findall(text)) if text.endswith("\n") else ()
-    return ()
 
 
 def _frames(found: Sequence[Sequence[str]]) -> Frames:
@@ -215,15 +187,6 @@ def in_collective(stand: StackSample) -> bool:
 def may_wait(stand: StackSample) -> bool:
     """Was it in native code of a backward or of DistributedDataParallel, which waits, or else uses a core?"""
     return bool(_MAY_WAIT.search(stand.frames[0][0]))
-
-
-def _catches(pid: int, signum: int) -> bool:
-    """Does the process handle the signal? One that has become another program (os.execv) does not: no answer comes."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", errors="replace") as status:
-        for line in status:
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
-    return False
 
 
 def _children(pid: int) -> list[int]:

@@ -12,6 +12,10 @@ that they wait in vain (`in_vain`).
 3. Then say where all of them are, and in which collective call, by torch's flight recorder: of what is queued on a GPU
    the stack does not tell. Say it again after twice that time, four times, and so on while it lasts.
 
+A rank that has ended, with exit code 0, while others go on may be right: rank 0 exports the model, and the others have
+nothing left to do. It is said after LEFT_SECONDS. A rank that has then not moved for STUCK_SECONDS, and is in
+communication, waits in vain: the run is ended.
+
 Without a limit of the user's it is STALL_SECONDS, or USUAL_TIMES the time that the run usually takes for a batch. On
 CPUs it is DEADLOCK_SECONDS where all ranks of the run wait in collectives or in a backward, which cannot match then,
 and none uses a core or has a thread that does something. That a rank is stopped is said after STOPPED_SECONDS.
@@ -20,14 +24,15 @@ and none uses a core or has a thread that does something. That a rank is stopped
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from paceline.errors import LaunchError
 from paceline.launcher import process_state, stack_thread
 from paceline.launcher.output import say
 from paceline.launcher.process_state import ProcessState, read_state
-from paceline.launcher.report import name_ranks
+from paceline.launcher.report import exits_in_words, name_ranks
 from paceline.launcher.stacks import (
     StackSample,
     in_collective,
@@ -37,7 +42,7 @@ from paceline.launcher.stacks import (
     sample_stacks,
 )
 from paceline.torch_private.flight_recorder import Call, GroupCalls
-from paceline.world import BEAT, read_beat
+from paceline.world import BEAT, LEFT, read_beat, told
 
 STALL_SECONDS = 60.0
 USUAL_TIMES = 20
@@ -45,6 +50,9 @@ DEADLOCK_SECONDS = 10.0
 STOPPED_SECONDS = 5.0
 POLL_SECONDS = 4.0  # between two looks, at most
 _SOON_SECONDS = 1.0  # the same, when the limit is near
+LEFT_SECONDS = 10.0  # after the first rank has ended
+STUCK_SECONDS = 30.0
+_LEFT_POLL_SECONDS = 2.0  # between two looks from then on
 _OTHERS_FIRST_SECONDS = 4.0  # where no rank of this machine is to blame: for the machine whose rank is, to end the run
 _CALLS_SECONDS = 2.0  # for the ranks to tell their collective calls, which takes them some 0.1 s
 _SUSPENDED_SECONDS = 30.0  # without a look: the launcher itself was stopped, and has seen nothing
@@ -54,6 +62,14 @@ _IDLE = 0.1  # a process that uses less waits, and moves no data meanwhile
 ACTIONS = ("say", "end", "restart")
 STALLED = 124
 """The launcher's exit code where a stall ended the run: that of timeout(1)."""
+
+
+class Verdict(NamedTuple):
+    """Why the run is to be ended."""
+
+    story: str
+    exit_code: int
+    final: bool = False  # is there to be no restart?
 
 
 def check_options(seconds: float | None, action: str, max_restarts: int) -> None:
@@ -162,6 +178,10 @@ class Stalls:
         self._seen: dict[int, _Sight] = {}
         self._paces: dict[int, _Pace] = {rank: _Pace() for rank in error_files}
         self._said = 0.0  # after how long without progress the last message was; 0: there was progress since
+        early = float("inf") if seconds is None else seconds / 2
+        self._left_seconds, self._stuck_seconds = min(LEFT_SECONDS, early), min(STUCK_SECONDS, early)
+        self._left_at: float | None = None  # when the first rank was seen to have ended
+        self._left_said = False
 
     @property
     def limit(self) -> float:
@@ -170,22 +190,51 @@ class Stalls:
             return self._seconds
         return max(STALL_SECONDS, USUAL_TIMES * max((pace.seconds for pace in self._paces.values()), default=0.0))
 
-    def poll(self, pids: Mapping[int, int], left: Callable[[], str] = str) -> str | None:
+    def poll(self, pids: Mapping[int, int], left: Sequence[int] = ()) -> Verdict | None:
         """Print a message if one is due.
 
         Args:
             pids: the process of each rank of this machine that still runs.
-            left: says which ranks have ended; "" where none has.
+            left: the ranks, of any machine, that have ended without an error.
 
-        Returns what to say at the end of the run, where the user asked for that end.
+        Returns why the run is to be ended, if it is.
         """
         now = time.monotonic()
-        if not self._error_files or now - self._polled < self._interval(now):
+        if not self._error_files or not pids or now - self._polled < self._interval(now):
             return None
         self._looked_for, self._polled = now - self._polled, now
         if self._looked_for > _SUSPENDED_SECONDS:
             self._seen = {}
         self._seen = self._look(pids, now)
+        return self._wait_for_the_left(left, now) or self._stalled(pids, left, now)
+
+    def _wait_for_the_left(self, left: Sequence[int], now: float) -> Verdict | None:
+        """Say that ranks have ended, once. Do others wait for them?"""
+        if not left:
+            return None
+        self._left_at = self._left_at or now
+        if now - self._left_at < self._left_seconds:
+            return None
+        if not self._left_said:
+            self._left_said = True
+            running = f"{name_ranks(self._seen)} still run{'s' if len(self._seen) == 1 else ''}"
+            say(f"paceline: {self._exits(left, f'{self._left_seconds:.0f} s ago')}; {running}.\n")
+        for rank, sight in self._seen.items():
+            known_since = max(sight.since, self._left_at + self._left_seconds)
+            if now - known_since >= self._stuck_seconds and sight.waiting(now):
+                story = (
+                    f"{self._exits(left)}, and rank {rank} has waited since then at {sight.last}. "
+                    "Do all ranks take the same number of steps, and make the same calls?"
+                )
+                return Verdict(story, 1)
+        return None
+
+    def _exits(self, left: Sequence[int], how: str = "early") -> str:
+        """Which ranks ended, without an error, and where in the script; "" where none has."""
+        places = {rank: told(path, LEFT) or "" for rank, path in self._error_files.items()}
+        return exits_in_words(left, places, how) if left else ""
+
+    def _stalled(self, pids: Mapping[int, int], left: Sequence[int], now: float) -> Verdict | None:
         still = {rank: now - sight.since for rank, sight in self._seen.items()}
         limit = min(self.limit, DEADLOCK_SECONDS) if self._deadlocked(now) else self.limit
         late = [rank for rank, seconds in still.items() if seconds >= limit]
@@ -202,18 +251,19 @@ class Stalls:
             elsewhere = self._several and len(waiting) == len(pids)
             if longest < limit + (_OTHERS_FIRST_SECONDS if elsewhere else 0.0):
                 return None
-            return self._story(pids, waiting, longest, now, left(), self._calls(pids))
+            story = self._story(pids, waiting, longest, now, left, self._calls(pids))
+            return Verdict(story, STALLED, final=self.action == "end")
         if self._said == 0.0 or longest >= 2 * self._said:
             self._said = longest
             calls = self._calls(pids)
-            story = self._story(pids, waiting, longest, now, left(), calls)
+            story = self._story(pids, waiting, longest, now, left, calls)
             if waiting and in_vain(calls, self._seen if self._all_idle(now) else ()):
-                return f"{story}\n  By these numbers they wait in vain: the run is ended."
+                return Verdict(f"{story}\n  By these numbers they wait in vain: the run is ended.", STALLED)
             say(f"paceline: {story}\n")
         return None
 
     def _tell_stopped(
-        self, pids: Mapping[int, int], still: Mapping[int, float], now: float, left: Callable[[], str]
+        self, pids: Mapping[int, int], still: Mapping[int, float], now: float, left: Sequence[int]
     ) -> None:
         """Of ranks that a signal has stopped it is certain that they do not move: it is said long before the limit."""
         stopped = [seconds for rank, seconds in still.items() if self._seen[rank].state.stopped]
@@ -222,7 +272,7 @@ class Stalls:
             self._said = 0.0
         elif self._said == 0.0 or longest >= 2 * self._said:
             self._said = longest
-            say(f"paceline: {self._story(pids, [], longest, now, left(), {})}\n")
+            say(f"paceline: {self._story(pids, [], longest, now, left, {})}\n")
 
     def _deadlocked(self, now: float) -> bool:
         """Do all ranks of the run wait for each other? Not where the user has set the limit."""
@@ -241,6 +291,8 @@ class Stalls:
 
     def _interval(self, now: float) -> float:
         """Seconds between two looks: few where the limit is near, so that it is said soon after."""
+        if self._left_at is not None:
+            return min(POLL_SECONDS, _LEFT_POLL_SECONDS, self._stuck_seconds / 4)
         near = any(
             now - sight.since > self.limit / 2 for sight in self._seen.values() if sight.last or sight.state.stopped
         )
@@ -280,7 +332,7 @@ class Stalls:
         waiting: list[int],
         seconds: float,
         now: float,
-        left: str,
+        left: Sequence[int],
         calls: Mapping[int, list[GroupCalls]],
     ) -> str:
         """Who waits, who has not come, and what keeps each. No newline at the end."""
@@ -299,7 +351,7 @@ class Stalls:
                 loaders = self._loader_lines(rank, pids[rank], sight)
                 explained = explained or bool(loaders) or sight.state.code == process_state.IN_KERNEL
                 lines += loaders
-        lines += [f"  {left}."] if left else []
+        lines += [f"  {self._exits(left)}."] if left else []
         if self._deadlocked(now):
             lines.append("  All ranks wait, each for others.")
         if away and waiting:
@@ -321,7 +373,7 @@ class Stalls:
         if kept:
             return f"{kept}, {at}" if at else kept
         if not at:
-            return f"does not say where it is (process {pid})"
+            return f"does not say where it is; `py-spy dump --pid {pid}` may"
         runs = process_state.RUNNING in (sight.state.code, sight.before.code)  # or waits for a core
         return f"computes {at}" if runs or sight.cores > _BUSY else f"is {at}"
 

@@ -63,15 +63,15 @@ class StopRequest:
         now = time.monotonic()
         if asked and not self._told:
             self._told = True
-            self._peers.add_asked()
+            self._peers.count("asked", 1)
         why = "asked to stop" if asked or not machines_come else "machines have come"
         asked = asked or machines_come
         if self._phase in (DECIDE, END) or (not asked and (self._nodes == 1 or now - self._polled < POLL_SECONDS)):
             return
         self._polled = now
-        counted = self._peers.count_stops() if self._nodes > 1 else int(self._phase == LOOK)
+        counted = self._peers.count("stops")
         if self._phase == 0 and (asked or counted) and self._write(LOOK):
-            counted = self._peers.add_stop() if self._nodes > 1 else 1
+            counted = self._peers.count("stops", 1)
             if self._node == 0:
                 say(f"paceline: {why}: a checkpoint is saved after one of the next steps.\n")
         if self._node == 0 and counted == self._nodes:

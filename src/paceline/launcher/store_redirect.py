@@ -16,7 +16,7 @@ MODULE = "torch.distributed.rendezvous"  # which `redirect` changes, as soon as 
 
 
 def redirect(module: Any) -> None:
-    """Lead this module's TCPStore to the door, where it would connect to MASTER_ADDR:MASTER_PORT."""
+    """Lead this module's TCPStore to the launcher's port, where it would connect to MASTER_ADDR:MASTER_PORT."""
     original = module.TCPStore
 
     def tcp_store(host_name: str, port: int, *args: Any, **options: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.distributed import DistError
@@ -14,7 +13,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
-    RendezvousHandler,
     RendezvousTimeoutError,
 )
 
@@ -27,6 +25,7 @@ from paceline.launcher.output import Output, say
 from paceline.launcher.peers import RendezvousLost
 from paceline.launcher.plan import Plan
 from paceline.launcher.rendezvous import MEET_SECONDS, make_rendezvous
+from paceline.launcher.torch_import import variable
 from paceline.world import RESUMABLE
 
 
@@ -58,7 +57,7 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
             role="default",
             local_world_size=plan.nproc,
             entrypoint=os.path.basename(plan.script),
-            rdzv_handler=make_rendezvous(plan.nodes, early),
+            rdzv_handler=make_rendezvous(plan.nodes, early),  # type: ignore[arg-type]  # it hands the rest on
             max_restarts=plan.max_restarts,
             monitor_interval=plan.monitor_seconds,
         )
@@ -70,7 +69,7 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
             # Each round of c10d's rendezvous must tell anew where its store is. Otherwise a machine that was there
             # before tells nothing to one that comes later (torch 2.13). Our agent gives the workers another store
             # anyway.
-            with _set("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
+            with variable("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"):
                 agent.run()
             break
         except Stopped as stopped:
@@ -103,7 +102,8 @@ def supervise(plan: Plan, interrupts: Interrupts, output: Output, early: EarlyWo
             if close:
                 spec.rdzv_handler.shutdown()
         # The launcher that kept the rendezvous has gone. Started again, by Kubernetes or by hand, it keeps another.
-        _give_up(spec.rdzv_handler)
+        with contextlib.suppress(Exception):  # it cannot tell the others that it leaves
+            spec.rdzv_handler.shutdown()
         interrupts.deferred = False
         interrupts.check()
         say(
@@ -130,23 +130,3 @@ def _in_words(error: Exception, plan: Plan) -> str:
             return f"{type(link).__name__}: {words[0]}"
         link = link.__cause__ or link.__context__
     return type(error).__name__
-
-
-def _give_up(rendezvous: RendezvousHandler) -> None:
-    """Close what this launcher has open of a rendezvous whose store is gone."""
-    with contextlib.suppress(Exception):  # it cannot tell the others that it leaves
-        rendezvous.shutdown()
-
-
-@contextlib.contextmanager
-def _set(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable for a time."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -59,10 +59,6 @@ from paceline.world import (
 )
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-# The launcher's request for the stack where native code keeps the interpreter's lock, and then only: see
-# stack_thread.py. A process that does not handle SIGURG ignores it: a rank that ends, or becomes another program
-# (os.execv), just when the launcher asks goes on. SIGUSR1 and 2 belong to scripts and batch systems.
-STACK_SIGNAL = signal.SIGURG if sys.platform == "linux" else None
 STANDARD_LIBRARY = re.compile(r"/lib/python3[^/]*/(?!site-packages/)|^<frozen ")
 _LONGEST_FOLDER = 107 - len("/listener-12345678")  # of a socket, whose whole path unix(7) limits
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -125,11 +121,6 @@ def end_with_launcher() -> None:
         os._exit(1)
 
 
-def stack_file(error_file: str) -> str:
-    """Where a worker writes its stack when STACK_SIGNAL comes."""
-    return f"{error_file}.stand"
-
-
 def crash_file(error_file: str) -> str:
     """Where a worker writes its stack when its native code crashes (SIGSEGV, SIGABRT and the like)."""
     return f"{error_file}.crash"
@@ -138,13 +129,11 @@ def crash_file(error_file: str) -> str:
 def _register_stack_dump() -> None:
     """Answer when the launcher asks for the stack, and write it at a crash, unless faulthandler is in use already."""
     path = os.environ.get(ERROR_FILE)
-    if path and STACK_SIGNAL is not None:
+    if path and sys.platform == "linux":
         stack_thread.serve(path)
         with contextlib.suppress(OSError):
-            file = open(stack_file(path), "a")  # noqa: SIM115  # kept open: the handler writes to it
-            faulthandler.register(STACK_SIGNAL, file=file, all_threads=False)
             if not faulthandler.is_enabled():
-                crash = open(crash_file(path), "a")  # noqa: SIM115  # likewise
+                crash = open(crash_file(path), "a")  # noqa: SIM115  # kept open: the handler writes to it
                 faulthandler.enable(file=crash, all_threads=True)  # all: gloo aborts in a thread of its own
 
 

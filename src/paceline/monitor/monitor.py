@@ -101,25 +101,32 @@ class Monitor:
         if self._active:
             stepper.losses = []
 
-    def add_tracker(self, tracker: Tracker) -> None:
+    @property
+    def active(self) -> bool:
+        """Whether something is shown or recorded, so that the monitor needs each yield."""
+        return self._active
+
+    def add_tracker(self, tracker: Tracker, latest: Loader | None) -> None:
+        """latest: the loader that has yielded last."""
         self._trackers.add(tracker)
         self._recorded = self._active = True
+        self._latest = latest
         if self._stepper.losses is None:
             self._stepper.losses = []
 
     def _made(self) -> int:
         """Steps of all optimizers, also those left out. All ranks agree on this number, and not on the number of
         batches that a script has looked at."""
-        return sum(self._stepper.updates.values()) + self._stepper.skipped
+        return self._stepper.updates.made + self._stepper.updates.skipped
 
     def _updates(self) -> int:
         """Updates of the first optimizer, as `run.steps`."""
-        for updates in self._stepper.updates.values():
+        for updates in self._stepper.updates.counts.values():
             return updates
         return 0
 
     def _rate(self) -> float | None:
-        for optimizer in self._stepper.updates:
+        for optimizer in self._stepper.updates.counts:
             return optimizer.param_groups[0].get("lr")
         return None
 
@@ -128,8 +135,6 @@ class Monitor:
     def on_yield(self, loader: Loader) -> None:
         """A loader has fetched the next batch, which the script is about to get."""
         self._latest = loader
-        if not self._active:
-            return
         request = loader.current
         assert request is not None
         if not loader.train:
@@ -180,7 +185,7 @@ class Monitor:
         self._facts = summary.facts(self._world, self._settings, self._device, self._stepper, self._models, loader)
         atexit.register(self._exiting)
         self._sent_steps = self._made()  # of a restored run: not 0
-        self._first_steps = self._updates() + self._stepper.skipped
+        self._first_steps = self._updates() + self._stepper.updates.skipped
         if not self._main:
             return
         self._trackers.begin(self._facts.as_config(), self._updates())
@@ -415,7 +420,7 @@ class Monitor:
 
     def _tell_end(self) -> None:
         """Print the last line, unless it was printed after the same step."""
-        steps = self._updates() + self._stepper.skipped - self._first_steps
+        steps = self._updates() + self._stepper.updates.skipped - self._first_steps
         if steps != self._told_steps:
             self._told_steps = steps
             _say(f"paceline: {summary.at_end(self.totals, steps, self._world)}")

@@ -35,6 +35,11 @@ class Normalisation:
         self._told = quiet  # whether biases that have no effect were reported
         self._in_sequence = _InSequence(strategy.plan.shards, strategy.store.sums)
 
+    @property
+    def active(self) -> bool:
+        """Whether a prepared model has batch norm."""
+        return bool(self._found)
+
     def convert(self, model: nn.Module) -> None:
         """With "global", batch norms take their statistics over all replicas, which compute at the same time. With
         "shard" they are unchanged, except that they skip an empty shard."""

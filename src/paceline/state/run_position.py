@@ -86,24 +86,22 @@ class RunPosition:
     """The counters of updates and epochs."""
 
     def __init__(self, stepper: Stepper, epochs: Epochs) -> None:
-        self._stepper, self._epochs = stepper, epochs
+        self._updates, self._ownership, self._epochs = stepper.updates, stepper.ownership, epochs
 
     def counters(self) -> dict[str, Any]:
         """As a checkpoint has them."""
-        stepper = self._stepper
-        skipped = stepper.skipped + stepper.skipped_alone
-        counts = {"updates": list(stepper.updates.values()), "skipped": skipped, "by_hand": stepper.manual_updates}
-        return {**counts, "epochs": self._epochs.state_dict()}
+        updates = self._updates
+        counts = {"updates": list(updates.counts.values()), "skipped": updates.left_out}
+        return {**counts, "by_hand": self._ownership.manual_updates, "epochs": self._epochs.state_dict()}
 
     def counts(self) -> list[int]:
         """The updates of each optimizer, steps that were left out, and updates that the script has made by hand."""
-        stepper = self._stepper
-        return [*stepper.updates.values(), stepper.skipped + stepper.skipped_alone, stepper.manual_updates]
+        return [*self._updates.counts.values(), self._updates.left_out, self._ownership.manual_updates]
 
     def load_counters(self, found: dict[str, Any]) -> None:
         """Go on from the counters of a checkpoint."""
-        stepper = self._stepper
-        stepper.updates = dict(zip(stepper.updates, found["updates"], strict=True))
-        stepper.skipped, stepper.skipped_alone = found["skipped"], 0
-        stepper.manual_updates = found.get("by_hand", 0)  # older checkpoints have none
+        updates = self._updates
+        updates.counts.update(zip(updates.counts, found["updates"], strict=True))
+        updates.skipped, updates.skipped_alone = found["skipped"], 0
+        self._ownership.manual_updates = found.get("by_hand", 0)  # older checkpoints have none
         self._epochs.load_state_dict(found["epochs"])

@@ -39,6 +39,11 @@ class CallCheck:
         self.strategy = strategy
         self._left = COMPARED
 
+    @property
+    def over(self) -> bool:
+        """Whether calls that scripts make in each step are compared no more."""
+        return self._left == 0
+
     def call(self, name: str) -> Call:
         """A context around a call in which all processes take part: compares it (`same`), and names it where another
         process has ended. name: as the script writes it."""

@@ -35,7 +35,12 @@ class Heartbeat:
         except OSError:  # the launcher's folder is gone, or full: it then knows only where the rank stands
             self._map = None
 
-    def __call__(self) -> None:
+    @property
+    def beats(self) -> bool:
+        """Whether a launcher looks at the count."""
+        return self._map is not None
+
+    def __call__(self, _: object = None) -> None:
         if self._map is not None:
             self._count += 1
             _COUNT.pack_into(self._map, 0, self._count)

@@ -27,6 +27,11 @@ class LeftGradients:
         self._store, self._looks = store, _LOOKS
         self._left: set[Tensor] = set()  # places whose gradients an earlier global batch has left, not cleared since
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is looked at any more."""
+        return not self._looks and not self._left
+
     def look(self, *, first: bool) -> None:
         """A backward is about to be made. first: of its global batch."""
         if first:

@@ -58,7 +58,7 @@ def terms_of(result: Any, examples: int = 1, whole: int = 1) -> list[Term]:
 
 
 def mean_term(loss: Any, count: Weight | None) -> Term:
-    _check(loss)
+    check_loss(loss)
     if count is None:
         return Term(loss, None)
     _check_count(count)
@@ -66,14 +66,15 @@ def mean_term(loss: Any, count: Weight | None) -> Term:
 
 
 def sum_term(total: Any, count: Weight | None, examples: int, whole: int) -> Term:
-    _check(total)
+    check_loss(total)
     if count is None:
         return Term(total * (whole / examples if examples else 0.0), None)
     _check_count(count)
     return Term(total, count)
 
 
-def _check(loss: Any) -> None:
+def check_loss(loss: Any) -> None:
+    """Raises UsageError for what is no scalar loss of trained parameters."""
     if isinstance(loss, Total):
         raise UsageError(
             "paceline.Total is what a closure returns. In a loop write run.backward(total=the sum, count=its count)."

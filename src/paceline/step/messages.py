@@ -282,3 +282,9 @@ CLEARED_BETWEEN = (
     "the gradients of earlier micro-batches of this global batch have been cleared, as by model.zero_grad(). Delete "
     "that call: run.step clears the gradients when it has used them."
 )
+
+NOT_IN_EVERY_MICRO_BATCH = (
+    "run.step: an earlier micro-batch of this global batch made a backward call that its last one did not make, so "
+    "that its gradient was never combined over the processes. Make the same backward calls in every micro-batch (a "
+    "loss of zero is fine)."
+)

@@ -33,12 +33,12 @@ def step_by_closure(
     closure: Callable[[], object],
 ) -> None:
     """Make one update of an optimizer by this closure. Raises UsageError where it could not be exact."""
-    optimizer = stepper.prepared(optimizer)
+    optimizer = stepper.updates.prepared(optimizer)
     _check_exact(optimizer, stepper)
-    check_known(optimizer, stepper.names)
-    if not stepper.latest_yields():
+    check_known(optimizer, stepper.updates.names)
+    if not stepper.ownership.latest():
         raise UsageError(outside_a_loop("step"))
-    _check_whole(optimizer, [one.loader for one in stepper.latest_yields()])
+    _check_whole(optimizer, [one.loader for one in stepper.ownership.latest()])
     watched, told = stepper.losses, False
 
     def evaluate() -> Tensor:
@@ -52,7 +52,7 @@ def step_by_closure(
         if watched is not None and not told:  # a step's loss is that of the first evaluation, before any update
             watched.extend(made)
         told = True
-        stepper.check_evaluation(optimizer)
+        stepper.updates.check_evaluation(optimizer)
         return _mean_loss(made, stepper.device, stepper.strategy.mesh.gradient)
 
     try:
@@ -65,12 +65,12 @@ def step_by_closure(
             "time with other weights, which is exact under the strategies single and ddp, without reproducible and "
             "shards. Use --strategy ddp; or an optimizer that takes one gradient a step, such as AdamW."
         )
-    stepper.finish_closure_update(optimizer, schedulers)
+    stepper.updates.finish_closure_update(optimizer, schedulers)
 
 
 def _check_exact(optimizer: torch.optim.Optimizer, stepper: Stepper) -> None:
     name, fp16 = type(optimizer).__name__, stepper.precision.scaler is not None
-    if fp16 or stepper.skip:
+    if fp16 or stepper.updates.skip:
         raise UsageError(
             f"run.step({name}, closure): {'precision=fp16' if fp16 else 'nonfinite=skip'} leaves updates out whose "
             "gradient is not finite, which is known only in the middle of this one. Use precision='bf16' or 'fp32', "

@@ -1,6 +1,6 @@
 """The gradient of a global batch of V shards in sequence, whose bits depend on V alone (`reproducible=V`).
 
-1. Each account (gradients.py) has a tree. Each backward pass belongs to one account.
+1. Each account (accounts.py) has a tree. Each backward pass belongs to one account.
 2. After the last micro-batch of a shard, the gradient that `.grad` holds becomes the shard's leaf. Sums over counted
    things are divided by P in every micro-batch. P is the power of two nearest to the number of examples of the global
    batch.
@@ -16,7 +16,7 @@ leaf.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from paceline.comm.scalars import scalar, wide_dtype
 from paceline.comm.tree_sums import TreeSums
 from paceline.data.batch_plan import Request, cut
 from paceline.errors import UsageError
-from paceline.step.gradients import MEANS, Accounts, Key, keys_of, weigh
+from paceline.step.accounts import MEANS, Accounts, Key, keys_of, weigh
 from paceline.strategies.base import Term, Weight, Weights
 from paceline.strategies.gradient_store import GradientStore, Grads, scale_
 
@@ -37,38 +37,49 @@ UPDATED_BETWEEN = (
 
 
 class TreeAccounts:
-    """Yields the backward passes of shards in sequence, in place of `Accounts.passes`."""
+    """The accounts of shards in sequence: `passes`, `begin` and `end` in place of those of Accounts."""
 
     def __init__(self, sums: TreeSums, accounts: Accounts, store: GradientStore, device: torch.device) -> None:
         self._sums, self._accounts, self._store, self._device = sums, accounts, store, device
         self._counts: dict[Key, dict[int, Tensor]] = {}  # by account and shard: how many things its sum is over
+        self._keys: list[Key] = []  # the accounts of the latest call
 
-    def passes(
-        self, terms: list[list[Term]], request: Request, call: int, retain: bool, scale: float
-    ) -> Iterator[tuple[Weights, bool]]:
-        """See `Accounts.passes`."""
-        shards, parts = self._sums.shards, request.parts
-        empty = [p.shard >= shards or len(range(*cut(request.total, shards, p.shard))) == 0 for p in parts]
-        power = 2.0 ** round(math.log2(max(request.total, 1)))
+    def passes(self, terms: list[list[Term]], request: Request, call: int) -> list[list[Key]]:
+        """See `Accounts.passes`: here each pass has one account."""
         keys = keys_of(terms, call)
         for key in keys:
             if request.micro == 0:
                 self._counts.pop(key, None)
-            for part, its, nothing in zip(parts, terms, empty, strict=True):
+            for part, its, nothing in zip(request.parts, terms, self._empty(request), strict=True):
                 if key[1] != MEANS and not nothing and (count := its[key[1]].count) is not None:
                     self._count(key, part.shard, count)
-        last = parts[0].micro == request.micro_batches - 1
-        for number, key in enumerate(keys):
-            self._accounts.switch_to(key)
-            yield weigh(terms, request, scale, {key[1]: 1 / power}, only=key[1]), retain or number < len(keys) - 1
-            for place, (part, nothing) in enumerate(zip(parts, empty, strict=True)):
-                if last and part.shard < shards:
-                    self._leaf(key, part.shard, place, nothing)
-                elif nothing:
-                    self._take(place)
-            self._accounts.mark_accumulated(key)
-        if request.final:
-            self._complete(keys, power, scale)
+        self._keys = keys
+        return [[key] for key in keys]
+
+    def begin(self, keys: Sequence[Key], terms: list[list[Term]], request: Request, scale: float) -> Weights:
+        """See `Accounts.begin`."""
+        (key,) = keys
+        self._accounts.switch_to(key)
+        return weigh(terms, request, scale, {key[1]: 1 / _power(request)}, only=key[1])
+
+    def end(self, keys: Sequence[Key], request: Request, scale: float) -> None:
+        """The pass over this account was made: it is a leaf after the last micro-batch of a shard. After the last pass
+        of a global batch the trees are complete."""
+        (key,) = keys
+        last = request.parts[0].micro == request.micro_batches - 1
+        for place, (part, nothing) in enumerate(zip(request.parts, self._empty(request), strict=True)):
+            if last and part.shard < self._sums.shards:
+                self._leaf(key, part.shard, place, nothing)
+            elif nothing:
+                self._take(place)
+        self._accounts.accumulated(key)
+        if request.final and key == self._keys[-1]:
+            self._complete(self._keys, _power(request), scale)
+
+    def _empty(self, request: Request) -> list[bool]:
+        """For each part of a request, whether its shard has no examples."""
+        shards = self._sums.shards
+        return [p.shard >= shards or len(range(*cut(request.total, shards, p.shard))) == 0 for p in request.parts]
 
     def _count(self, key: Key, shard: int, count: Weight) -> None:
         value = scalar(count, wide_dtype(self._device), self._device)
@@ -117,3 +128,8 @@ class TreeAccounts:
         counts = self._sums.numbers(rows, len(counted), self._device, wide)
         inverse = torch.where(counts > 0, 1 / counts.clamp(min=torch.finfo(wide).tiny), 0)
         return list((power * inverse).unbind())
+
+
+def _power(request: Request) -> float:
+    """P, by which sums over counted things are divided in every micro-batch."""
+    return 2.0 ** round(math.log2(max(request.total, 1)))

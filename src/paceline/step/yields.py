@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
@@ -31,26 +32,25 @@ from paceline.torch_private.core import next_node, node_number
 MOST_ENTRIES = 16  # how many entries of a batch, or of a container in it, are compared to recognise the batch
 
 
+@dataclass(eq=False)
 class Yield:
     """One micro-batch that a training loader has yielded, until the update of its global batch."""
+
+    loader: Loader
+    request: Request
+    key: int  # the key of its global batch's random streams, the same for all shards
+    index: int  # how many yields all training loaders had made before it
+    first_node: int  # the number of autograd's next node when the loader yielded it
+    ambiguous: bool  # graphs of earlier yields may be under way: the graph of each loss is walked
+    batch: Sequence[weakref.ref[Any]] = field(default=(), init=False)  # its tensors; filled when the next yield comes
 
     calls = 0  # how many backward calls belong to it
     step_called = False  # run.step was called while this was the last yield with a backward
     stepped = False  # an optimizer has used the gradients of its global batch
     discarded = False  # its gradients do not count: its backward failed
     count_at_call = 0  # how many yields all training loaders had made at its last backward call
-    batch: Sequence[weakref.ref[Any]] = ()  # the tensors of its batch; filled when the next yield comes
     warned = False  # the script was warned that its gradients were never used
     after_end = False  # its backward came after the loader's pass had ended
-
-    def __init__(
-        self, loader: Loader, request: Request, key: int, index: int, first_node: int, ambiguous: bool
-    ) -> None:
-        self.loader, self.request = loader, request
-        self.index = index  # how many yields all training loaders had made before it
-        self.key = key  # the key of its global batch's random streams, the same for all shards
-        self.first_node = first_node  # the number of autograd's next node when the loader yielded it
-        self.ambiguous = ambiguous  # graphs of earlier yields may be under way: the graph of each loss is walked
 
     @property
     def done(self) -> bool:
@@ -98,7 +98,8 @@ class Yields:
 
         presented: the batch as the loader yielded it.
         """
-        last, self.end_node, self.certain = self.latest, None, None
+        last = self.pending[-1] if self.pending else self.active
+        self.end_node = self.certain = None
         if last is not None and presented is not None:
             flat = type(presented) in (list, tuple) and all(type(thing) is Tensor for thing in presented)
             last.batch = [

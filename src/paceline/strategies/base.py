@@ -61,10 +61,10 @@ def kind_of(call: int, inputs: Sequence[Tensor] | None) -> Kind:
 
 
 class Backward(NamedTuple):
-    """A backward pass: of several losses, each with its weight."""
+    """A backward pass, of one loss or several."""
 
     losses: Sequence[Tensor]  # scalars
-    weights: Sequence[Weight]
+    gradients: Sequence[Tensor]  # what the backward of each loss starts from: its weight, as a tensor like the loss
     final: bool  # whether this is the last micro-batch, whose backward completes the reduction
     kind: Kind
     number: int = 0  # of this pass; a call makes several where a loss has several denominators
@@ -195,7 +195,9 @@ class ClosureStrategy(Strategy):
         """Runs the closure and its backward on every piece. Returns the detached terms of each piece."""
 
 
-_backward = torch.autograd.backward  # as it is before a run watches direct calls of it (step/guards.py)
+torch_backward = torch.autograd.backward
+"""As it is before a run watches direct calls of it (step/guards.py)."""
+
 _gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
 
@@ -214,10 +216,6 @@ def as_gradient(weight: Weight, loss: Tensor) -> Tensor:
     return gradient
 
 
-def backward_here(work: Backward, factor: float = 1) -> None:
-    """torch's backward, in this process: adds the gradients, times a factor, to `.grad`."""
-    if len(work.losses) == 1:  # what most are, without the list
-        gradients = [as_gradient(work.weights[0] * factor, work.losses[0])]
-    else:
-        gradients = [as_gradient(weight * factor, loss) for loss, weight in zip(work.losses, work.weights, strict=True)]
-    _backward(work.losses, gradients, inputs=work.inputs, retain_graph=work.retain_graph)
+def backward_here(work: Backward) -> None:
+    """torch's backward, in this process: adds the gradients to `.grad`."""
+    torch_backward(work.losses, work.gradients, inputs=work.inputs, retain_graph=work.retain_graph)

@@ -53,6 +53,9 @@ class GradientStore:
         self.aliased = aliased  # whether gradients alias buckets, to which the next backward writes
         self.reduces_each = reduces_each  # whether every micro-batch is reduced over the processes, not the last alone
         self.sums = sums  # of a reproducible run: adds up its shards in one order
+        self.factor = (
+            1.0  # of all loss weights, where an engine divides by it: the number of replicas over which it averages
+        )
         self.loss_scale = 1.0  # of fp16: a factor of all loss weights of this global batch
         self.samples: Factor = 0.0  # how many examples, or tokens, this process's gradient is a mean over
         self.parameters: list[Tensor] = []  # the places of all prepared parameters

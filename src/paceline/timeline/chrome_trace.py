@@ -19,7 +19,7 @@ import os
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +80,32 @@ def first_rank(file: str | Path) -> int | None:
     return next(map(_rank, part_files(file)), None)
 
 
-def join(file: str | Path) -> list[str]:
-    """Writes `file`, and removes the parts. Returns lines about it for the user. Raises OSError; the parts stay
-    then."""
-    lines = _write(file)
-    _remove_parts(file)
-    return lines
+def join_and_say(file: str, say: Callable[[str], None]) -> None:
+    """Writes `file`, hands lines about it for the user to `say`, and removes the parts; where it cannot be written the
+    parts stay. They go last: of a rank that is killed before it has said its lines, the launcher takes the place, and
+    goes by the parts."""
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            lines = _write(file)
+        except OSError as error:
+            say(
+                f"paceline: trace={file!r} could not be written at the end of the run: {error.strerror or error}. What "
+                f"the ranks have recorded is in {parts_of(file)}."
+            )
+            return
+        try:
+            for line in lines:
+                say(f"paceline: {line}")
+        finally:
+            with contextlib.suppress(OSError):
+                _remove_parts(file)
+
+
+def join_left(file: str, ranks: Iterable[int], say: Callable[[str], None]) -> None:
+    """For a launcher, when its ranks have ended: `join_and_say`, unless that was done, or is for another machine's
+    ranks."""
+    if first_rank(file) in set(ranks):
+        join_and_say(file, say)
 
 
 def _write(file: str | Path) -> list[str]:
@@ -114,23 +134,6 @@ def _remove_parts(file: str | Path) -> None:
         os.rename(parts_of(file), done)
     finally:
         shutil.rmtree(done.parent, ignore_errors=True)
-
-
-def join_left(file: str, ranks: Iterable[int]) -> list[str]:
-    """For a launcher, when its ranks have ended: `join`, unless that was done, or is for another machine's ranks."""
-    if first_rank(file) not in set(ranks):
-        return []
-    try:
-        return join(file)
-    except OSError as error:
-        return [cannot_join(file, error)]
-
-
-def cannot_join(file: str, error: OSError) -> str:
-    return (
-        f"trace={file!r} could not be written at the end of the run: {error.strerror or error}. What the ranks have "
-        f"recorded is in {parts_of(file)}."
-    )
 
 
 # --- the events
@@ -238,20 +241,3 @@ def _compared(parts: Sequence[RankSpans], steps: dict[int, dict[StepKey, dict[Ph
         alike=all(part.about.get("alike", False) for part in parts),
         on_host=any(part.about.get("accelerated", False) for part in parts),
     )
-
-
-def join_and_say(file: str, say: Any) -> None:
-    """`join`, with each line handed to `say`. The parts go last: of a rank that is killed before it has said its lines,
-    the launcher takes the place, and goes by the parts."""
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            lines = _write(file)
-        except OSError as error:
-            say(f"paceline: {cannot_join(file, error)}")
-            return
-        try:
-            for line in lines:
-                say(f"paceline: {line}")
-        finally:
-            with contextlib.suppress(OSError):
-                _remove_parts(file)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,10 +64,9 @@ def cut_compiled_graphs(bucket_mb: float | None) -> None:
     DistributedDataParallel._active_ddp_module = cut  # type: ignore[assignment]
 
 
-def arm(reducer: Any) -> None:
-    """From here on a gradient that is ready counts towards its bucket."""
-    _prepare_for_forward(reducer)
-    _prepare_for_backward(reducer, [])
+def arming(reducer: Any) -> tuple[Callable[[], None], ...]:
+    """Calls after which a gradient that is ready counts towards its bucket."""
+    return partial(_prepare_for_forward, reducer), partial(_prepare_for_backward, reducer, [])
 
 
 def ignore(module: nn.Module, names: Sequence[str]) -> None:

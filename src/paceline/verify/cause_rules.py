@@ -18,8 +18,8 @@ from paceline.verify.rank_disagreement import different_layers
 from paceline.verify.run_record import RunRecord
 
 STATE = (
-    "the script keeps something outside the model, its buffers and the optimizer (a counter, a running number, earlier "
-    "examples), which is another where a process has computed another part of the batch, and goes by it"
+    "the script keeps state outside the model, its buffers and the optimizer (a counter, a running number, earlier "
+    "examples) that differs between processes and affects training"
 )
 STATE_REMEDY = (
     "Make it from the numbers of all processes (run.mean, run.gather), count updates and not batches, and keep it in a "
@@ -321,11 +321,9 @@ def _control_by_rank(e: Evidence) -> Cause | None:
         return None
     if e.told_alone is not None and not e.by_asking and e.by_cutting and e.whole_batches is not None:
         return _depends_on_the_rank(e) or _state_outside(e)
-    called = dict(enumerate(e.subject.called_layers(e.step)))
-    for rank, names in called.items():
-        other = next((other for other, theirs in called.items() if set(theirs) != set(names)), None)
-        if other is not None:
-            return replace(different_layers(rank, names, other, called[other]), shown_by=(e.subject,))
+    path = different_layers(dict(enumerate(e.subject.called_layers(e.step))))
+    if path is not None:
+        return replace(path, shown_by=(e.subject,))
     ours, theirs = e.subject.shard_losses(e.step), e.same_shards.shard_losses(e.step)
     tolerance = next((d.tolerance for d in e.by_distributing if d.quantity == "loss"), 0.0) * e.shard_count
     bad = sorted({key[0] for key in ours.keys() & theirs.keys() if not abs(ours[key] - theirs[key]) <= tolerance})
@@ -447,7 +445,7 @@ def _unequal_weights(e: Evidence, shares: Sequence[float], error: float) -> Caus
         "mean-of-means",
         "the whole batch's gradient is that of its parts with other weights ("
         + ", ".join(f"{share:.3g}" for share in shares)
-        + " times those by examples): the loss is a mean over something of which they have unequally many",
+        + " times those by examples): the loss averages over counts that differ between the parts (such as tokens)",
         "Say over how many: paceline.Total(sum, count), or run.backward(loss, count=...).",
         shown_by=(e.without_dropout, e.reference, *e.part_runs),
     )
@@ -514,8 +512,8 @@ def _asks_for_the_rank(e: Evidence) -> Cause | None:
     )
     return Cause(
         "control-by-rank",
-        f"where every process is told that it is the only one, {quantity}: the script asks for the rank, or for the "
-        "number of processes, and does something else by the answer",
+        f"where every process is told that it is the only one, {quantity}: the script behaves differently depending on "
+        "the rank or on the number of processes",
         "Let every rank do the same: nothing in the data, the model or the loss may ask for the rank or the number of "
         "processes.",
         e.by_asking[0].name,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from paceline.config import parse_strategy
-from paceline.verify.claims import Claim, claim_from
+from paceline.verify.answer import Claim, claim_from
 from paceline.verify.differences import differences, differences_before, differences_computed
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SINGLE, Runs
@@ -103,17 +103,13 @@ class Comparison:
         if plain is None or whole is None:
             return []
 
-        def differences_in(step: int) -> Iterator[Difference]:
-            return differences(plain, whole, self.subject, self.tolerances, step)
+        def differences_in(step: int, without: Collection[str] = ()) -> Iterator[Difference]:
+            found = differences(plain, whole, self.subject, self.tolerances, step)
+            return (d for d in found if d.quantity not in without)
 
         found = self._first_differences(differences_in, plain, whole)
         if self.noisy and {d.quantity for d in found} <= NOISE:  # these differences would hide later ones
-            found = (
-                self._first_differences(
-                    lambda k: (d for d in differences_in(k) if d.quantity not in NOISE), plain, whole
-                )
-                or found
-            )
+            found = self._first_differences(lambda k: differences_in(k, NOISE), plain, whole) or found
         return [d for d in found if not (self.noisy and d.quantity in NOISE)] or found
 
     def differences_by_distributing(self) -> list[Difference]:
@@ -122,13 +118,7 @@ class Comparison:
         if shards is None:
             return []
         turns = shards.ranks[0]["turns"]  # where there are turns, all shards have passed before the first update
-        return self._first_differences(
-            lambda k: differences_computed(
-                self.subject, shards, self.tolerances, k, first=turns > 0 and self.subject.updates(k) > 1
-            ),
-            self.subject,
-            shards,
-        )
+        return self._computed(self.subject, shards, lambda k: turns > 0 and self.subject.updates(k) > 1)
 
     def differences_by_asking(self, known: bool) -> list[Difference]:
         """A against D, where no process can compute the shards: does asking for the rank change anything?
@@ -178,14 +168,17 @@ class Comparison:
     def shards_differ_without_dropout(self) -> bool:
         """Whether one process that computes the shards in turn differs from A with dropout off too, although C is the
         same. So it is with a script that counts batches and not updates, for example."""
-        plain, other = (
-            self.without_dropout,
-            self.runs.run_single_process("B0", self.in_one_process, dropout_off=True)[0],
-        )
-        if plain is None or other is None:
-            return True
-        return bool(
-            self._first_differences(lambda k: differences_computed(plain, other, self.tolerances, k), plain, other)
+        other, _ = self.runs.run_single_process("B0", self.in_one_process, dropout_off=True)
+        return self.without_dropout is None or other is None or bool(self._computed(self.without_dropout, other))
+
+    def _computed(
+        self, ours: RunRecord, theirs: RunRecord, first: Callable[[int], bool] = lambda _: False
+    ) -> list[Difference]:
+        """What two runs computed otherwise, in the first step with a difference. first: compare only what belongs to
+        the first update of this step?"""
+        tolerances = self.tolerances
+        return self._first_differences(
+            lambda k: differences_computed(ours, theirs, tolerances, k, first=first(k)), ours, theirs
         )
 
     def differently_seeded_run(self, whole: RunRecord) -> RunRecord | None:
@@ -206,12 +199,7 @@ class Comparison:
     def shards_differ_from_themselves(self) -> bool:
         """Whether one process that computes the shards differs from itself when it is run again."""
         again, _ = self.runs.run_single_process("B2", self.in_one_process)
-        shards = self.same_shards
-        if again is None or shards is None:
-            return False
-        return bool(
-            self._first_differences(lambda k: differences_computed(again, shards, self.tolerances, k), again, shards)
-        )
+        return again is not None and self.same_shards is not None and bool(self._computed(again, self.same_shards))
 
 
 def without_kinks(every: list[list[Difference]], tolerances: Tolerances) -> tuple[list[list[Difference]], int]:

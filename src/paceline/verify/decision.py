@@ -9,12 +9,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from paceline.verify.answer import DATA, DIFFERENT, SAME, UNKNOWN, Answer, answer_different, answer_with, describe
+from paceline.verify.answer import (
+    DATA,
+    DIFFERENT,
+    SAME,
+    UNKNOWN,
+    Answer,
+    Claim,
+    answer_different,
+    answer_with,
+    claim_from,
+    claim_without,
+    describe,
+    run_names,
+)
 from paceline.verify.cause_rules import find_cause
-from paceline.verify.claims import Claim, claim_from, claim_without
 from paceline.verify.comparison import COMPUTED, NOISE, Comparison
 from paceline.verify.differences import differences_before
 from paceline.verify.evidence_runs import gather_evidence
@@ -40,29 +52,28 @@ def _decided(runs: Runs) -> Answer:
     if failed is not None:
         return answer_for_failed_run(runs, failed)
     ours = runs.load("A", runs.start.processes)
-    if ours is not None and ours.ranks[0]["dealt"]:
-        text = (
-            f"could not tell: {ours.ranks[0]['strategy']} hands out parts of global batches as processes come free, so "
-            "that there are no steps to compare. It changes the mathematics on purpose; `paceline compare` shows its "
-            "losses beside those of one process."
-        )
-        return Answer(UNKNOWN, [Claim(text)], cause="by-design")
-    if ours is not None and ours.ranks[0].get("ahead"):
-        text = (
-            "could not tell: the script fetches its next batch before it is done with the last one, so that its steps "
-            "lie in one another and cannot be made anew one by one. Fetch each batch at the top of the loop (`for "
-            "batch in loader:`) to have it verified: that changes nothing in what is trained."
-        )
-        return Answer(UNKNOWN, [Claim(text)])
     if ours is None:
-        return Answer(UNKNOWN, [claim_without(f"could not tell: {no_run(runs)}", "A")])
-    if not ours.steps:
-        text = (
-            "could not tell: the script made no step that could be seen. Does it iterate over a loader of the run, and "
-            "call run.step?"
+        return _could_not_tell(no_run(runs), without=["A"])
+    first = ours.ranks[0]
+    if first["dealt"]:
+        return _could_not_tell(
+            f"{first['strategy']} hands out parts of global batches as processes come free, so that there are no steps "
+            "to compare. It changes the mathematics on purpose; `paceline compare` shows its losses beside those of "
+            "one process.",
+            cause="by-design",
         )
-        return Answer(UNKNOWN, [claim_without(text, "A")])
-    if ours.ranks[0]["local"]:
+    if first.get("ahead"):
+        return _could_not_tell(
+            "the script fetches its next batch before it is done with the last one, so that its steps lie in one "
+            "another and cannot be made anew one by one. Fetch each batch at the top of the loop (`for batch in "
+            "loader:`) to have it verified: that changes nothing in what is trained."
+        )
+    if not ours.steps:
+        return _could_not_tell(
+            "the script made no step that could be seen. Does it iterate over a loader of the run, and call run.step?",
+            without=["A"],
+        )
+    if first["local"]:
         return answer_for_independent_replicas(runs, ours)
     found = cause_from_ranks(ours)
     if found is not None:
@@ -71,6 +82,11 @@ def _decided(runs: Runs) -> Answer:
         answer = answer_different([difference], replace(cause, shown_by=(ours,)), ours.steps, [ours])
         return FaultLocator(runs, ours, None, dropout_off=False).locate(answer, [difference])
     return _answer_step_by_step(Comparison(runs, ours))
+
+
+def _could_not_tell(why: str, *runs: str, cause: str | None = None, without: Collection[str] = ()) -> Answer:
+    """The answer that it is not known, as these runs show, or where these could not be made."""
+    return Answer(UNKNOWN, [Claim(f"could not tell: {why}", runs, tuple(without))], cause=cause)
 
 
 def _answer_step_by_step(c: Comparison) -> Answer:
@@ -113,7 +129,8 @@ def _conclude(c: Comparison, by_cutting: Sequence[Difference], by_distributing: 
         if ours.drew and (shards or told) is not None and not by_distributing:
             return _the_same(c, whole, by_distributing)
         if (shards is None and told is None) or (shards is not None and c.shards_differ_without_dropout()):
-            return _nothing_to_compare_with_noise(c, c.without_dropout, whole)
+            why = "the same with dropout off; with it on there is nothing to compare with."
+            return _could_not_tell(why, c.without_dropout.name, whole.name)
     if not by_cutting and not by_distributing:
         return _cutting_not_compared(c)
     quantities = {d.quantity for d in (*by_cutting, *by_distributing)}
@@ -175,28 +192,21 @@ def _describe_indeterminate(c: Comparison) -> str:
     return said + moves + (norms if c.subject.ranks[0]["norms"] else "")
 
 
-def _nothing_to_compare_with_noise(c: Comparison, plain: RunRecord, whole: RunRecord) -> Answer:
-    """The model is the same with dropout off. With dropout on there is no run to compare with."""
-    text = "could not tell: the same with dropout off; with it on there is nothing to compare with."
-    return Answer(UNKNOWN, [claim_from(text, plain, whole)])
-
-
 def _cutting_not_compared(c: Comparison) -> Answer:
     """Nothing differs, and no run of whole batches could be compared."""
     found, left = c.same_shards or c.told_alone, c.runs.recorded
     if found is None:
         absent = [run for run in ("A0", "B", "C", "D") if run not in left]
-        return Answer(UNKNOWN, [claim_without("could not tell: there is nothing to compare with.", *absent)])
+        return _could_not_tell("there is nothing to compare with.", without=absent)
     same = "one process that computes the same shards is the same,"
     if c.same_shards is None:
         same = "the run in question is the same where each process is told that it is the only one,"
-    text = f"could not tell whether cutting the batch changes the model: {same} but there is no run of whole "
-    text += "batches to compare with."
-    if "C" not in left:
-        return Answer(UNKNOWN, [Claim(text, (c.subject.name, found.name), ("C",))])
-    text = text.removesuffix("there is no run of whole batches to compare with.")
-    text += "it could not be run with dropout off, as one process was that computes whole batches."
-    return Answer(UNKNOWN, [Claim(text, (c.subject.name, found.name, "C"), ("A0",))])
+    missing = "there is no run of whole batches to compare with."
+    if "C" in left:
+        missing = "it could not be run with dropout off, as one process was that computes whole batches."
+    text = f"could not tell whether cutting the batch changes the model: {same} but {missing}"
+    shown = (c.subject.name, found.name, *(["C"] if "C" in left else []))
+    return Answer(UNKNOWN, [Claim(text, shown, ("A0",) if "C" in left else ("C",))])
 
 
 def _noise_not_comparable(c: Comparison, plain: RunRecord, whole: RunRecord) -> Answer:
@@ -228,12 +238,12 @@ def _not_a_function_of_the_seed(c: Comparison, whole: RunRecord, other: RunRecor
     """The answer where two runs of one process begin differently."""
     start = [d for d in differences_before(other, whole, c.tolerances, 0) if d.quantity == "initial weights"]
     what = f"begins with other weights ({start[0].name})" if start else "takes other examples, or in another order"
-    text = (
-        f"could not tell: one process, run twice, {what}: the program is no function of its seed. It seeds from a "
-        "clock, a process's number or the system, or it draws before paceline.start, or from a generator that is "
-        "not seeded."
+    answer = _could_not_tell(
+        f"one process, run twice, {what}: the program is no function of its seed. It seeds from a clock, a process's "
+        "number or the system, or it draws before paceline.start, or from a generator that is not seeded.",
+        *run_names((whole, other)),
+        cause="not-deterministic",
     )
-    answer = Answer(UNKNOWN, [claim_from(text, whole, other)], cause="not-deterministic")
     answer.quantity, answer.parameter = ("initial weights", start[0].name) if start else ("examples", None)
     answer.step = 0
     return FaultLocator(c.runs, c.subject, None, dropout_off=True).locate_chance(answer, 0)
@@ -244,19 +254,21 @@ def _not_deterministic(c: Comparison, first: RunRecord, again: str) -> Answer:
 
     again: the name of the run that repeats `first`, if it could be made.
     """
-    text = (
-        "could not tell: one process, run twice on the same batches, differs from itself by more than rounding: an "
-        "operator is not deterministic, or draws from a generator of its own that is not seeded. "
-        "paceline.start(deterministic=True) names operators that are not."
-    )
     if again not in c.runs.recorded:
-        text = (
-            "could not tell: one process differs by more than rounding where its batches come in reverse order, "
-            "and could not be run on them once more."
+        return _could_not_tell(
+            "one process differs by more than rounding where its batches come in reverse order, and could not be run "
+            "on them once more.",
+            *run_names(run for run in (first, c.again_whole) if run is not None),
+            without=[again],
         )
-        claim = Claim(text, (first.name, *([c.again_whole.name] if c.again_whole is not None else [])), (again,))
-        return Answer(UNKNOWN, [claim])
-    answer = Answer(UNKNOWN, [Claim(text, (first.name, again))], cause="not-deterministic")
+    answer = _could_not_tell(
+        "one process, run twice on the same batches, differs from itself by more than rounding: an operator is not "
+        "deterministic, or draws from a generator of its own that is not seeded. paceline.start(deterministic=True) "
+        "names operators that are not.",
+        first.name,
+        again,
+        cause="not-deterministic",
+    )
     return FaultLocator(c.runs, c.subject, None, dropout_off=True).locate_chance(answer, 0)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.verify.claims import claim_without
+from paceline.verify.answer import claim_without
 from paceline.verify.comparison import COMPUTED, Comparison
 from paceline.verify.differences import differences_computed
 from paceline.verify.evidence import Evidence

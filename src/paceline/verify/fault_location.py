@@ -11,13 +11,13 @@ the write to a buffer. Where no trace tells, the text of the script is searched.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.verify.slicing import (
+from paceline.observe.script_stack import Place
+from paceline.observe.slicing import (
     CLOCK,
     RANK,
-    Place,
     Slice,
     acting_lines,
     calling_line,
@@ -34,6 +34,7 @@ from paceline.verify.trace_diff import (
     first_divergence,
     first_mixing,
     first_unmatched,
+    place_of,
 )
 
 _WORDS = {  # the key of a cause -> the words of a script that sets it
@@ -79,7 +80,7 @@ def find_line(
         ours, told: the traces of L and LD, by rank.
         cut: the losses of the step, where the parts of the batch are to be compared with the whole batch.
     """
-    asked = {(e["file"], e["line"]) for t in (*ours, *told) for e in t.events_of("ask")}
+    asked = {place_of(e) for t in (*ours, *told) for e in t.events_of("ask")}
     pairs = list(zip(ours, told, strict=False))
     found = _first_by_asking(fault, pairs)
     if found is not None:
@@ -90,7 +91,7 @@ def find_line(
     if by_event is not None and fault.quantity not in ("loss", "gradient"):
         if fault.quantity == "examples" and (where := _asking_line_by_text(fault, ours, asked)) is not None:
             return where
-        place = _place(by_event.event)
+        place = place_of(by_event.event)
         beside = defining_line(place) if fault.quantity == "buffers" else None
         return FaultLine(place, beside or calling_line(place), by_event)
     for one in cut:
@@ -100,73 +101,66 @@ def find_line(
             if also is None and fault.cause in ("mean-of-means", "in-batch-loss"):  # where the loss is, beside
                 trace, root = one.whole
                 also = root if fault.cause == "mean-of-means" else trace.at(root["of"])
-            return FaultLine(mixed.place, _place(also) if also is not None else None, mixed)
+            return FaultLine(mixed.place, place_of(also) if also is not None else None, mixed)
     if by_event is not None:
-        return FaultLine(_place(by_event.event), found=by_event)
+        return FaultLine(place_of(by_event.event), found=by_event)
     return _line_by_text(fault, ours, asked)
-
-
-def _place(event: Event) -> Place:
-    return event["file"], event["line"]
 
 
 def _origin(found: Divergence, asked: set[Place]) -> FaultLine:
     origin = Slice(RANK, asked).origin(found.place)
     if origin is None:
         # The answer goes through an object's attributes: what the script does with it stands elsewhere.
-        files = dict.fromkeys(file for file, _ in sorted(asked))
-        places = [place for file in files for place in acting_lines(file, RANK, asked)]
-        if places:
-            return FaultLine(places[0], found.place if found.place != places[0] else None, found, asks=True)
-        return FaultLine(found.place, found=found, asks=True)
+        place = _first_acting([file for file, _ in sorted(asked)], RANK, asked) or found.place
+        return FaultLine(place, found.place if place != found.place else None, found, asks=True)
     place, branch = origin
     beside = branch if branch not in (None, place) else found.place if found.place != place else None
     return FaultLine(place, beside, found, asks=True)
 
 
+def _first_acting(files: Iterable[str], source: re.Pattern[str], asked: Collection[Place] = ()) -> Place | None:
+    """The first line in these files that does something with a source."""
+    return next((place for file in dict.fromkeys(files) for place in acting_lines(file, source, asked)), None)
+
+
 def _first_by_asking(fault: Fault, pairs: Sequence[tuple[ScriptTrace, ScriptTrace]]) -> Divergence | None:
     """The first event of the kinds that bring about such a fault which a rank has only as one of several processes."""
-    for rule in _rules(fault):
-        for a, b in pairs:
-            if (found := rule(a, b)) is not None:
-                return found
-    return None
+    found = (rule(a, b) for rule in _rules(fault) for a, b in pairs)
+    return next((divergence for divergence in found if divergence is not None), None)
 
 
 Rule = Callable[[ScriptTrace, ScriptTrace], Divergence | None]
+Wanted = Callable[[Event], bool]
 
 
 def _rules(fault: Fault) -> list[Rule]:
     step, name = fault.step, fault.name
 
-    def first_of(*kinds: str, target: str | None = None, before: bool = False) -> Rule:
+    def first_of(*kinds: str, target: str | None = None, only: str | None = None) -> Rule:
         def rule(a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
             if target is not None:
                 a, b = _writes_to(a, target, name), _writes_to(b, target, name)
-            return first_unmatched(a, b, *kinds, step=step - 1 if before else step)
+            if only is not None:
+                a, b = (ScriptTrace([e for e in trace.events if e["name"] == only]) for trace in (a, b))
+            return first_unmatched(a, b, *kinds, step=step)
 
         return rule
 
+    def or_seed(found: Divergence | None, a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
+        drawn = found is not None and found.event["name"] in RANDOM and found.how == "values"
+        return (first_unmatched(a, b, "seed", step=step) if drawn else None) or found
+
     def loss(a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
         found = first_divergence(a, b, step)
-        if found is not None and found.event["name"] in RANDOM and found.how == "values":
-            return first_unmatched(a, b, "seed", step=step) or found
-        if found is not None and found.how == "state":
-            return first_unmatched(a, b, "write", step=step - 1) or found
-        return found
+        kept = found is not None and found.how == "state"
+        return (first_unmatched(a, b, "write", step=step - 1) if kept else None) or or_seed(found, a, b)
 
     def backward(a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
         found = first_unmatched(_ops(a, step, True), _ops(b, step, True), "op")
         return None if found is None else _at_hook(found, a)
 
     def fetched(a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
-        found = first_unmatched(_ops(a, step, False), _ops(b, step, False), "op")
-        if found is not None and found.event["name"] in RANDOM and found.how == "values":
-            return first_unmatched(a, b, "seed", step=step) or found
-        return found
-
-    def lr(a: ScriptTrace, b: ScriptTrace) -> Divergence | None:
-        return first_unmatched(_with_names(a, ("lr",)), _with_names(b, ("lr",)), "option", step=step)
+        return or_seed(first_unmatched(_ops(a, step, False), _ops(b, step, False), "op"), a, b)
 
     options = first_of("option")
     gradient, weights = first_of("write", target="gradient"), first_of("write", target="weights")
@@ -174,7 +168,7 @@ def _rules(fault: Fault) -> list[Rule]:
         "initial weights": [weights, first_of("seed"), first_of("write")],
         "weights": [weights, first_of("write", target="state"), options, first_of("write"), gradient],
         "optimizer state": [first_of("write", target="state"), weights, options],
-        "learning rate": [lr, options],
+        "learning rate": [first_of("option", only="lr"), options],
         "gradient": [gradient, backward, first_of("hook"), loss],
         "loss": [loss, first_of("set"), first_of("seed")],
         "data": [fetched, first_of("seed"), first_of("set")],
@@ -196,7 +190,7 @@ def _at_hook(found: Divergence, trace: ScriptTrace) -> Divergence | None:
     A hook that is no function of the script's (torch.clamp in a functools.partial, say) has no line of its own, so its
     ops have the line of the backward call. They belong to the line that put the hook there. None where there is none.
     """
-    if found.place not in {_place(root) for root in trace.events_of("root")}:
+    if found.place not in {place_of(root) for root in trace.events_of("root")}:
         return found
     hooks = [event for event in trace.events_of("hook") if event["name"] in HOOKS_ON_GRADIENTS]
     return Divergence(hooks[-1], found.how) if hooks else None
@@ -209,14 +203,10 @@ def _ops(trace: ScriptTrace, step: int, backward: bool) -> ScriptTrace:
     return ScriptTrace([e for e in trace.events_of("op") if not e["backward"] and e["step"] < step])
 
 
-def _with_names(trace: ScriptTrace, names: tuple[str, ...]) -> ScriptTrace:
-    return ScriptTrace([e for e in trace.events if e["name"] in names])
-
-
 def state_line(step: int, ours: Sequence[ScriptTrace]) -> FaultLine | None:
     """The statement that updates what the script keeps from step to step in Python's own variables."""
-    files = list(dict.fromkeys(e["file"] for t in ours for e in t.events))
-    places = carried_state(files, [_place(e) for t in ours for e in t.roots(step)])
+    files = list(dict.fromkeys(place_of(e)[0] for t in ours for e in t.events))
+    places = carried_state(files, [place_of(e) for t in ours for e in t.roots(step)])
     return FaultLine(*places[0]) if places else None
 
 
@@ -224,41 +214,40 @@ def _own_event(fault: Fault, ours: Sequence[ScriptTrace]) -> Divergence | None:
     """The event that does what the cause says, in the run in question alone."""
     events = [e for trace in ours for e in trace.events]
 
-    def first(wanted: Callable[[Event], bool]) -> Divergence | None:
+    def of(*kinds: str, **fields: object) -> Wanted:
+        return lambda e: e["k"] in kinds and all(e.get(name) == value for name, value in fields.items())
+
+    def writes(kind: str) -> list[Wanted]:
+        def to_kind(e: Event) -> bool:
+            return e["k"] == "write" and str(e.get("target")).startswith(f"{kind}:") and e["step"] >= 0
+
+        return [lambda e: to_kind(e) and e["target"] == f"{kind}:{fault.name}", to_kind]
+
+    backward, lr = of("op", backward=True), of("option", name="lr")
+    late = str(fault.name).rpartition(".")[2]
+    by_cause: dict[str, list[Wanted]] = {
+        "buffer-not-synchronised": writes("buffers"),
+        "clipped-early": [*writes("gradient"), of("hook"), backward],
+        "registered-late": [lambda e: e["k"] == "parameter" and e["name"].endswith(late)],
+    }
+    by_quantity: dict[str, list[Wanted]] = {
+        "buffers": writes("buffers"),
+        "weights": [*writes("weights"), *writes("state")],
+        "optimizer state": [*writes("weights"), *writes("state")],
+        "initial weights": [of("seed"), lambda e: str(e.get("target")).startswith("weights:")],
+        "learning rate": [lambda e: lr(e) and e["step"] >= 0, lr],
+        "examples": [of("loader")],
+        "gradient": [*writes("gradient"), backward],
+    }
+    if fault.cause == "overflow-on-some-ranks" and fault.quantity != "buffers":
+        return _first_overflow(ours)
+    quantity = "buffers" if fault.quantity == "buffers" else ""
+    for wanted in by_quantity.get(quantity) or by_cause.get(fault.cause) or by_quantity.get(fault.quantity, []):
         found = [e for e in events if wanted(e)]
         near = [e for e in found if e["step"] >= fault.step - 1]
-        return Divergence((near or found)[0], "values") if found else None
-
-    def writes(kind: str) -> Divergence | None:
-        exact = f"{kind}:{fault.name}"
-        found = first(lambda e: e["kind"] == "write" and e.get("target") == exact and e["step"] >= 0)
-        return found or first(
-            lambda e: e["kind"] == "write" and str(e.get("target")).startswith(f"{kind}:") and e["step"] >= 0
-        )
-
-    def backward() -> Divergence | None:
-        found = first(lambda e: e.get("backward") is True)
-        return None if found is None else _at_hook(found, ScriptTrace(events))
-
-    if fault.cause == "buffer-not-synchronised" or fault.quantity == "buffers":
-        return writes("buffers")
-    if fault.cause == "clipped-early":
-        return writes("gradient") or first(lambda e: e["kind"] == "hook") or backward()
-    if fault.cause == "overflow-on-some-ranks":
-        return _first_overflow(ours)
-    if fault.cause == "registered-late":
-        return first(lambda e: e["kind"] == "parameter" and e["name"].endswith(str(fault.name).rpartition(".")[2]))
-    if fault.quantity in ("weights", "optimizer state"):
-        return writes("weights") or writes("state")
-    if fault.quantity == "initial weights":
-        return first(lambda e: e["kind"] == "seed") or first(lambda e: str(e.get("target")).startswith("weights:"))
-    if fault.quantity == "learning rate":
-        moved = first(lambda e: e["kind"] == "option" and e["name"] == "lr" and e["step"] >= 0)
-        return moved or first(lambda e: e["kind"] == "option" and e["name"] == "lr")
-    if fault.quantity == "examples":
-        return first(lambda e: e["kind"] == "loader")
-    if fault.quantity == "gradient":
-        return writes("gradient") or backward()
+        if found:
+            first = Divergence((near or found)[0], "values")
+            return _at_hook(first, ScriptTrace(events)) if wanted is backward else first
     return None
 
 
@@ -275,40 +264,32 @@ def _first_overflow(ours: Sequence[ScriptTrace]) -> Divergence | None:
 
 def _asking_line_by_text(fault: Fault, ours: Sequence[ScriptTrace], asked: set[Place]) -> FaultLine | None:
     """The script asks for the rank, and no event differs: the line that does something with the answer, by the text."""
-    files = list(dict.fromkeys(file for file, _ in sorted(asked)))
-    if fault.quantity == "examples":
-        for event in (e for trace in ours for e in trace.events_of("loader")):
-            if (origin := Slice(RANK, asked).origin(_place(event))) is not None and origin[0] != _place(event):
-                return FaultLine(origin[0], _place(event), asks=True)
-    for file in files:
-        if places := acting_lines(file, RANK, asked):
-            return FaultLine(places[0], asks=True)
-    return None
+    for event in (e for trace in ours for e in trace.events_of("loader") if fault.quantity == "examples"):
+        origin = Slice(RANK, asked).origin(place_of(event))
+        if origin is not None and origin[0] != place_of(event):
+            return FaultLine(origin[0], place_of(event), asks=True)
+    place = _first_acting([file for file, _ in sorted(asked)], RANK, asked)
+    return None if place is None else FaultLine(place, asks=True)
 
 
 def _line_by_text(fault: Fault, ours: Sequence[ScriptTrace], asked: set[Place]) -> FaultLine | None:
     """A line of the traced files that contains the words of the cause, or does something with a rank."""
-    files = list(dict.fromkeys([*(e["file"] for t in ours for e in t.events), *(file for file, _ in asked)]))
-    if fault.cause in _WORDS and (place := matching_line(files, re.compile(_WORDS[fault.cause]))) is not None:
-        return FaultLine(place)
+    files = list(dict.fromkeys([*(place_of(e)[0] for t in ours for e in t.events), *(file for file, _ in asked)]))
+    place = matching_line(files, re.compile(_WORDS[fault.cause])) if fault.cause in _WORDS else None
     if fault.cause == "not-deterministic":
-        for file in files:
-            if places := acting_lines(file, CLOCK):
-                return FaultLine(places[0])
-        return None
-    if asked:
-        for file in files:
-            if places := acting_lines(file, RANK, asked):
-                return FaultLine(places[0])
-    if fault.quantity == "loss" and (root := next((e for t in ours for e in t.roots(fault.step)), None)) is not None:
-        return FaultLine(_loss_line(root, ours))
-    return None
+        place = _first_acting(files, CLOCK)
+    elif place is None and asked:
+        place = _first_acting(files, RANK, asked)
+    if place is None and fault.cause != "not-deterministic" and fault.quantity == "loss":
+        root = next((e for t in ours for e in t.roots(fault.step)), None)
+        place = None if root is None else _loss_line(root, ours)
+    return None if place is None else FaultLine(place)
 
 
 def _loss_line(root: Event, ours: Sequence[ScriptTrace]) -> Place:
     trace = next(t for t in ours if any(e is root for e in t.events))
     event = trace.at(root["of"]) or root
-    return _place(event)
+    return place_of(event)
 
 
 def chance_line(first: Sequence[ScriptTrace], second: Sequence[ScriptTrace], step: int) -> FaultLine | None:

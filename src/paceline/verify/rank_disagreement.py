@@ -11,18 +11,18 @@ from paceline.verify.run_record import RunRecord
 
 def cause_from_failed_ranks(records: Sequence[Mapping[str, Any]]) -> Cause | None:
     """Of a run that failed: the cause, if its ranks were in different layers."""
-    called = {record["rank"]: record["unfinished"] for record in records if record["unfinished"]}
-    for rank, names in called.items():
-        other = next((other for other, theirs in called.items() if set(theirs) != set(names)), None)
-        if other is not None:
-            return different_layers(rank, names, other, called[other])
-    return None
+    return different_layers({record["rank"]: record["unfinished"] for record in records if record["unfinished"]})
 
 
-def different_layers(rank: int, names: Sequence[str], other: int, theirs: Sequence[str]) -> Cause:
-    """The cause where two ranks have called different layers."""
-    name = next(name for name in [*names, *theirs] if (name in names) != (name in theirs))
-    yes, no = (rank, other) if name in names else (other, rank)
+def different_layers(called: Mapping[int, Sequence[str]]) -> Cause | None:
+    """The cause where two ranks have called different layers. called: rank -> the layers that it has called."""
+    first = next(iter(called), 0)
+    other = next((rank for rank, names in called.items() if set(names) != set(called[first])), None)
+    if other is None:
+        return None
+    ours, theirs = called[first], called[other]
+    name = next(name for name in [*ours, *theirs] if (name in ours) != (name in theirs))
+    yes, no = (first, other) if name in ours else (other, first)
     return Cause(
         "control-by-rank",
         f"rank {yes} calls the layer {name} and rank {no} does not: the path through the model depends on the rank",

@@ -6,9 +6,8 @@ import glob
 import os
 import shlex
 
-from paceline.verify.answer import DIFFERENT, UNKNOWN, Answer, answer_different
+from paceline.verify.answer import DIFFERENT, UNKNOWN, Answer, Claim, answer_different, claim_from, claim_without
 from paceline.verify.cause_rules import overflow
-from paceline.verify.claims import Claim, claim_from, claim_without
 from paceline.verify.rank_disagreement import cause_from_failed_ranks
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SINGLE, Runs

@@ -11,15 +11,16 @@ same.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.observe.records import read_records
+from paceline.observe.script_stack import Place
 from paceline.verify.run_record import RunRecord
 
-Event = Mapping[str, Any]
+Event = Mapping[str, Any]  # "k": its kind, "at": [file, line], and more (verify/worker/script_tracer.py)
 _ARITHMETIC = {
     "mul", "div", "add", "sub", "true_divide", "rsub", "__rmul__", "__mul__", "__truediv__", "__rtruediv__", "__add__",
     "__radd__", "__sub__", "__rsub__", "mul_", "div_", "add_", "sub_", "pow", "__pow__", "clamp", "clamp_", "__rdiv__",
@@ -47,20 +48,25 @@ class Divergence:
     inputs: Sequence[Event] = ()  # the events that made its inputs
 
     @property
-    def place(self) -> tuple[str, int]:
+    def place(self) -> Place:
         """The line of the event."""
-        return self.event["file"], self.event["line"]
+        return place_of(self.event)
+
+
+def place_of(event: Event) -> Place:
+    file, line = event["at"]
+    return file, line
 
 
 @dataclass
 class ScriptTrace:
     """The events of one rank of a run, in order."""
 
-    events: list[Event]  # in order
+    events: Sequence[Event]  # in order
 
     def events_of(self, *kinds: str) -> list[Event]:
         """The events of these kinds."""
-        return [event for event in self.events if event["kind"] in kinds]
+        return [event for event in self.events if event["k"] in kinds]
 
     def roots(self, step: int) -> list[Event]:
         """The losses that were handed to backward calls in a step."""
@@ -77,13 +83,8 @@ class ScriptTrace:
 
 def load_traces(run: RunRecord) -> list[ScriptTrace]:
     """The traces of a run, by rank."""
-    found = []
-    for record in run.ranks:
-        path = os.path.join(run.folder, f"lines-{record['rank']}.json")
-        if os.path.exists(path):
-            with open(path) as file:
-                found.append(ScriptTrace(json.load(file)))
-    return found
+    paths = [os.path.join(run.folder, f"lines-{record['rank']}.json") for record in run.ranks]
+    return [ScriptTrace(read_records(path)) for path in paths if os.path.exists(path)]
 
 
 def nearly_equal(a: Sequence[float], b: Sequence[float], within: float = 1e-9) -> bool:
@@ -102,14 +103,14 @@ def first_unmatched(ours: ScriptTrace, theirs: ScriptTrace, *kinds: str, step: i
         if _identity(a) != _identity(b):
             remaining = {_identity(one) for one in other}
             return Divergence(a if _identity(a) not in remaining else b, "path")
-        if a.get("kind") != "ask" and not _alike(a, b):
+        if a["k"] != "ask" and not _alike(a, b):
             return Divergence(a, "values", numbers=(a.get("numbers", ()), b.get("numbers", ())))
     longer = mine[len(other) :] or other[len(mine) :]
     return Divergence(longer[0], "path") if longer else None
 
 
 def _identity(event: Event) -> tuple[Any, ...]:
-    return event["kind"], event["file"], event["line"], event["name"], event.get("target")
+    return event["k"], *event["at"], event["name"], event.get("target")
 
 
 def _alike(a: Event, b: Event) -> bool:

@@ -12,18 +12,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.verify.answer import Answer
+from paceline.observe.source import line_text
+from paceline.verify.answer import Answer, Claim, claim_without, run_names
 from paceline.verify.cause_rules import STATE, STATE_REMEDY
-from paceline.verify.claims import Claim, claim_without, run_names
 from paceline.verify.differences import differences
 from paceline.verify.evidence import Evidence
 from paceline.verify.fault_location import HOOKS_ON_GRADIENTS, Fault, FaultLine, chance_line, find_line, state_line
 from paceline.verify.rank_disagreement import cause_from_ranks
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SINGLE, Runs
-from paceline.verify.slicing import line_text
 from paceline.verify.tolerances import ROUNDOFF, Difference, Tolerances
-from paceline.verify.trace_diff import RANDOM, batch_parts, load_traces
+from paceline.verify.trace_diff import RANDOM, batch_parts, load_traces, place_of
 
 # Causes that follow from how the gradients of the parts are related to that of the whole batch.
 _CAUSES_BY_PARTS = {
@@ -67,11 +66,9 @@ class FaultLocator:
         if processes > 1:
             self._runs.run("LD", told_alone=True, **how)
             self._traced_alone = self._runs.load("LD", processes)
-        for run in (self._traced, self._traced_alone):
-            if run is not None and load_traces(
-                run
-            ):  # a run whose ranks differ before the first step has traces and no steps
-                self._runs.recorded.add(run.name)
+        # A run whose ranks differ before the first step has traces and no steps.
+        made = (run for run in (self._traced, self._traced_alone) if run is not None)
+        self._runs.recorded |= {run.name for run in made if load_traces(run)}
 
     def add_told_alone(self, known: Evidence, tolerances: Tolerances) -> Evidence:
         """The evidence, with LD: it shows whether the difference is there because the script asks."""
@@ -81,9 +78,11 @@ class FaultLocator:
         if lines is None or told is None or min(lines.steps, told.steps) <= step:
             return known
         reference = known.without_dropout if self._dropout_off else known.subject
-        again = [d for k in range(step + 1) for d in differences(reference, lines, known.subject, tolerances, k)]
-        apart = [d for k in range(step + 1) for d in differences(reference, told, known.subject, tolerances, k)]
-        same = [(d.step, d.quantity) for d in again]
+        again, apart = (
+            [d for k in range(step + 1) for d in differences(reference, run, known.subject, tolerances, k)]
+            for run in (lines, told)
+        )
+        same = {(d.step, d.quantity) for d in again}
         apart = [d for d in apart if (d.step, d.quantity) not in same]
         self._depends_on_rank = bool(apart)
         if apart and known.same_shards is None and known.told_alone is None and not known.by_cutting:
@@ -132,15 +131,12 @@ class FaultLocator:
         """The answer where losses are alike, gradients are not, and the script has put a hook on a gradient."""
         # A hook sees a gradient times the weight of a part, which looks like these causes.
         may_be = {*_CAUSES_BY_PARTS, "state-outside", "control-by-rank"}
-        if found[0].quantity != "gradient" or answer.cause not in may_be:
-            return None
-        if self._depends_on_rank or answer.line is not None:
-            return None
         hooks = [e for trace in load_traces(lines) for e in trace.events_of("hook") if e["name"] in HOOKS_ON_GRADIENTS]
         hooks = [e for e in hooks if e["step"] <= found[0].step]
-        if not hooks:
+        like_a_hook = found[0].quantity == "gradient" and answer.cause in may_be and answer.line is None
+        if not hooks or not like_a_hook or self._depends_on_rank:
             return None
-        where = FaultLine((hooks[-1]["file"], hooks[-1]["line"]))
+        where = FaultLine(place_of(hooks[-1]))
         sentence = (
             "the losses are alike and the gradients are not, and the script has put a hook on a gradient: it acts on "
             "what each part of the batch gives, before that is combined"
@@ -169,7 +165,7 @@ class FaultLocator:
         found = where.found
         if found is None:
             return
-        kind, name = found.event["kind"], found.event["name"]
+        kind, name = found.event["k"], found.event["name"]
         drawn = kind == "seed" or (kind == "op" and name in RANDOM and found.how == "values")
         if where.asks and answer.cause == "control-by-rank" and drawn and answer.quantity in ("data", "loss"):
             sentence = "random numbers are drawn by the rank, or by the number of processes"

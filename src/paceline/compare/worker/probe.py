@@ -1,6 +1,6 @@
-"""The probe: it measures a run from outside, keeps the run from writing, and ends its script.
+"""The probe: it measures a run and ends its script.
 
-The probe replaces some of a run's methods. The run and its strategy know nothing of the probe. A step is one global
+A step is one global
 batch: it begins with the first micro-batch that a training loader yields after an update, and ends with the last
 `run.step` that acts on it. The phases, in steps:
 
@@ -23,11 +23,10 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm import generators
 from paceline.compare.worker.communication_profile import CommunicationProfile, CommunicationTime
@@ -35,7 +34,8 @@ from paceline.compare.worker.resources import Traffic, peak_memory, traffic
 from paceline.data.loader import Loader
 from paceline.errors import SettingError
 from paceline.monitor.window import LOSS, Window
-from paceline.run import Run
+from paceline.run import Run, RunParts
+from paceline.step.observer import StepObserver
 from paceline.trials.spec import BATCH_NORM_PER_SHARD, DRAWS, NOT_IN_STEP, PROFILED_STEPS, TrialEnded, TrialSpec
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -57,11 +57,11 @@ class _Step:
     waited: float = 0.0  # seconds that all training loaders had waited when it ended
 
 
-class Probe:
-    """Attached to a run when the run is made. Only the run calls it."""
+class Probe(StepObserver):
+    """Observes a run from its start."""
 
-    def __init__(self, run: Run, spec: TrialSpec) -> None:
-        self._run, self._spec = run, spec
+    def __init__(self, run: Run, parts: RunParts, spec: TrialSpec) -> None:
+        self._run, self._parts, self._spec = run, parts, spec
         self._accelerated = run.device.type != "cpu"
         self._loaders: list[Loader] = []
         self._steps: list[_Step] = []  # those that are complete
@@ -74,44 +74,28 @@ class Probe:
         self._start_up: float | None = None
         self._written = False
         # Draws are looked for in one process that computes one piece at a time, and before any step is timed.
-        plan = run._strategy.plan
-        self._sees_draws = run.world.size == 1 and run._noise is None and not (plan.bundled or plan.whole_shards)
+        plan = parts.strategy.plan
+        self._sees_draws = run.world.size == 1 and parts.noise is None and not (plan.bundled or plan.whole_shards)
         self._draws = False  # whether the model or the loss has drawn random numbers
         self._generators: list[torch.Tensor] = []  # the states of torch's generators after the last yield
-        run._stepper.losses = []  # the monitor is told to be quiet, and leaves them
-        own: dict[str, Callable[..., Any]] = {
-            "loader": self._loader,
-            "_on_yield": self._on_yield,
-            "step": self._step,
-            "backward": self._backward,
-            "forward_backward": self._forward_backward,
-            "save": self._save,
-            "restore": self._restore,
-            "export": self._do_nothing,
-            "_predict_to": lambda target, *_: target.folder,
-            "add_tracker": self._do_nothing,
-            "close": self._close,
-        }
-        self._originals: dict[str, Callable[..., Any]] = {name: getattr(run, name) for name in own}
-        for name, method in own.items():
-            setattr(run, name, method)
+        parts.stepper.losses = []  # the monitor is told to be quiet, and leaves them
 
-    # --- in place of the run's methods
+    # --- what the run tells
 
-    def _loader(self, dataset: Any, **options: Any) -> Loader:
-        if self._spec.global_batch is not None and options.get("train", True):
+    def before_loader(self, dataset: Any, options: dict[str, Any]) -> None:
+        if self._spec.global_batch is not None and options["train"]:
             if options.get("batch_sampler") is not None:
                 raise SettingError(
                     f"--global-batch {self._spec.global_batch}: the script's training loader has a batch_sampler of "
                     "its own, which says how large a global batch is. Leave --global-batch out."
                 )
             options["global_batch"] = self._spec.global_batch
-        loader: Loader = self._originals["loader"](dataset, **options)
+
+    def after_loader(self, loader: Loader) -> None:
         if loader.train:
             self._loaders.append(loader)
-        return loader
 
-    def _on_yield(self, loader: Loader) -> None:
+    def before_yield(self, loader: Loader) -> None:
         request = loader.current
         assert request is not None
         if not loader.train:
@@ -119,18 +103,20 @@ class Probe:
         elif request.micro == 0 and (self._current is None or self._current.ended is not None):
             self._complete_step()
             self._begin_step(loader)
-        self._originals["_on_yield"](loader)
+
+    def after_yield(self, loader: Loader) -> None:
+        request = loader.current
+        assert request is not None
         if self._current is not None and loader.train and loader is self._counted_loader:
             self._current.parts += [(part.shard, part.micro, len(part.indices)) for part in request.parts]
         if loader.train and self._looks_for_draws():
             self._generators = _generator_states(self._run.device)
 
-    def _step(self, *args: Any, **options: Any) -> bool:
-        acted: bool = self._originals["step"](*args, **options)
+    def after_step(self, acted: bool) -> None:
         if acted and self._current is not None:
             now = self._current
             now.ended, now.waited = self._timestamp(), self._seconds_waited()
-            losses = self._run._stepper.losses  # taken out before the script can change them
+            losses = self._parts.stepper.losses  # taken out before the script can change them
             if losses:
                 now.window.add_losses(losses)
                 losses.clear()
@@ -138,43 +124,31 @@ class Probe:
                 if self._accelerated:
                     torch.accelerator.synchronize()
                 self._start_up = time.time() - self._spec.launched_at
-        return acted
 
-    def _backward(self, *args: Any, **options: Any) -> None:
-        if self._looks_for_draws() and self._generators:
+    def before_backward(self, losses: tuple[Tensor, ...]) -> float:
+        if losses and self._generators and self._looks_for_draws():
             self._draws |= not _alike(self._generators, _generator_states(self._run.device))
-            self._generators = []  # the backward may seed them anew
-        self._originals["backward"](*args, **options)
+        self._generators = []  # the backward may seed them anew; a closure's draws are seen around the closure
+        return 1
 
-    def _forward_backward(self, loss_fn: Callable[[Any, Any], Any], *args: Any, **options: Any) -> Any:
+    def closure(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
         def seen(model: Any, batch: Any) -> Any:
             before = _generator_states(self._run.device)
             loss = loss_fn(model, batch)
             self._draws |= not _alike(before, _generator_states(self._run.device))
             return loss
 
-        self._generators = []  # a closure's draws are seen around the closure
-        looks = self._looks_for_draws()
-        return self._originals["forward_backward"](seen if looks else loss_fn, *args, **options)
+        return seen if self._looks_for_draws() else loss_fn
 
     def _looks_for_draws(self) -> bool:
         return self._sees_draws and not self._draws and len(self._steps) < self._spec.warmup
 
-    def _save(self, directory: str | Path, **_: Any) -> Path:
-        self._disturbed = True
-        return Path(directory) / f"step-{self._run.steps:08d}"
-
-    def _restore(self, directory: str | Path, **_: Any) -> bool:
-        """A trial begins at step 0 with fresh weights, whatever an earlier run has left."""
-        return False
-
-    def _do_nothing(self, *_: Any, **__: Any) -> None:
+    def in_save(self, begins: bool) -> None:
         self._disturbed = True
 
-    def _close(self) -> None:
+    def before_close(self) -> None:
         with contextlib.suppress(OSError):  # at exit; the launcher sees that there is no record
             self._write_record()
-        self._originals["close"]()
 
     # --- steps
 
@@ -253,7 +227,7 @@ class Probe:
         memory = self._memory or peak_memory(self._run.device)
         steps = self._steps[: self._spec.steps]
         moved = [counted for counted in self._traffic if counted is not None]
-        plan = self._run._strategy.plan
+        plan = self._parts.strategy.plan
         record = {
             "rank": self._run.world.rank,
             "device": str(self._run.device),
@@ -265,7 +239,7 @@ class Probe:
             "communication": None if communication is None else communication._asdict(),
             "profiled_seconds": sum(self._step_seconds(step) for step in counted),
             "dealt": 0 if plan.in_step else plan.shards,
-            "parameter_bytes": sum(p.nbytes for model in self._run._models for p in model.parameters()),
+            "parameter_bytes": sum(p.nbytes for model in self._parts.models for p in model.parameters()),
             "traits": self._traits(),
             "steps": [self._step_record(step, number >= self._spec.warmup) for number, step in enumerate(steps)],
         }
@@ -275,8 +249,8 @@ class Probe:
         os.replace(path + ".part", path)
 
     def _traits(self) -> list[str]:
-        run, strategy = self._run, self._run._strategy
-        normalised = any(isinstance(layer, _BATCH_NORMS) for model in run._models for layer in model.modules())
+        run, strategy = self._run, self._parts.strategy
+        normalised = any(isinstance(layer, _BATCH_NORMS) for model in self._parts.models for layer in model.modules())
         found = {
             DRAWS: self._draws,
             NOT_IN_STEP: strategy.mesh.independent or not strategy.plan.in_step,

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import after_import, call_before, patch
-from paceline.doctor.recorders.tensor_digests import digest, sample
+from paceline.doctor.recorders.call_context import call_context
+from paceline.doctor.recorders.shared_state import number_of
+from paceline.launcher.import_hook import after_import
+from paceline.observe.digests import SOME, digest, sample
+from paceline.observe.event_log import EventLog
+from paceline.observe.patching import Watch
+from paceline.observe.records import RecordFile
 from paceline.torch_private.observed import DDP_BEFORE_FORWARD, DDP_SENDS_BUFFERS, FUNCTIONAL_COLLECTIVES, group_of
 
 SAME_SIZE = (
@@ -71,10 +75,11 @@ class CollectiveRecorder:
 
     def __init__(self, log: EventLog, path: str) -> None:
         self.log = log
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # for as long as the process lives
+        self._shared = log.shared
+        self._file = RecordFile(path)
         self._numbers = itertools.count()
         self._local = threading.local()
-        self._digests = self._results = 0
+        self._digests = 0
         # address -> (the parameter's number, its gradient); None: to be found anew
         self._grads: dict[int, tuple[int, Any]] | None = None
         self._weights: dict[int, tuple[int, torch.Tensor]] = {}  # address -> (the parameter's number, the parameter)
@@ -86,11 +91,11 @@ class CollectiveRecorder:
 
     # --- the side file
 
-    def begin(
+    @contextmanager
+    def during(
         self, op: str, group: Any, parameter: int | None = None, beside: str = "", **must_match: Any
-    ) -> Callable[[], None]:
-        """Record that a collective begins. Returns the function that records its end. Inside another collective nothing
-        is recorded.
+    ) -> Iterator[None]:
+        """Record that a collective begins, and its end. Inside another collective nothing is recorded.
 
         Args:
             op: the collective's name.
@@ -100,110 +105,88 @@ class CollectiveRecorder:
                 their own, so that they have no order with the group's others.
             must_match: what must be equal on all ranks of the group.
         """
-        depth: int = self._depth()
-        self._local.depth = depth + 1
-        number = next(self._numbers)
-        if depth == 0 and self.log.active and dist.is_initialized():
+        outermost, number = not self._depth(), next(self._numbers)
+        if outermost and self.log.active and dist.is_initialized():
             with self.log.overhead():
                 group = dist.group.WORLD if group is None else group
-                at, way, branches = self.log.call_context()
+                at, way, branches = call_context(self.log.stack)
                 way |= {"the parameter": parameter} if parameter else {}
+                about = {"b": number, "op": op, "g": group.group_name + beside, "at": at, **must_match}
+                loose = {} if self.compared else {"loose": True}
                 ranks = dist.get_process_group_ranks(group)
-                entry = {"b": number, "op": op, "g": group.group_name + beside, "ranks": ranks, "at": at, **must_match,
-                         "way": way, "branches": branches}  # fmt: skip
-                if not self.compared:
-                    entry["loose"] = True
-                self._write(entry)
+                self._file.write({**about, "ranks": ranks, "way": way, "branches": branches, **loose}, now=True)
                 self.log.flush()
+        try:
+            with self._unrecorded():
+                yield
+        finally:
+            if outermost and self.log.active:
+                self._file.write({"e": number}, now=True)
 
-        def end() -> None:
-            self._local.depth = depth
-            if depth == 0 and self.log.active:
-                self._write({"e": number})
-
-        return end
-
-    def _write(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+    @contextmanager
+    def _unrecorded(self) -> Iterator[None]:
+        """Collectives in this block are parts of another one."""
+        self._local.depth = self._depth() + 1
+        try:
+            yield
+        finally:
+            self._local.depth -= 1
 
     def _depth(self) -> int:
         return int(vars(self._local).get("depth", 0))
 
-    def wrap_functional(self, op: str) -> Callable[[Any], Any]:
+    def around_functional(self, op: str, original: Any) -> Watch:
         """A function of _functional_collectives, whose group may be a mesh's dimension or a list of ranks."""
+        signature = inspect.signature(original)
 
-        def make(original: Any) -> Any:
-            signature = inspect.signature(original)
+        def watch(*args: Any, **options: Any) -> Generator[None, Any, None]:
+            if self._depth():
+                return
+            given = signature.bind_partial(*args, **options).arguments
+            tensor = given.get("self")
+            must_match: dict[str, Any] = {"n": tensor.numel()} if isinstance(tensor, torch.Tensor) else {}
+            with self.during(op, group_of(given["group"], given.get("tag", "")), **must_match):
+                yield
 
-            def call(*args: Any, **options: Any) -> Any:
-                if torch.compiler.is_compiling() or not self.log.active or self._depth():
-                    return original(*args, **options)
-                end: Callable[[], None] = _nothing
-                with self.log.overhead():
-                    given = signature.bind_partial(*args, **options).arguments
-                    group = group_of(given["group"], given.get("tag", ""))
-                    tensor = given.get("self")
-                    must_match: dict[str, Any] = {"n": tensor.numel()} if isinstance(tensor, torch.Tensor) else {}
-                    end = self.begin(op, group, **must_match)
-                try:
-                    return original(*args, **options)
-                finally:
-                    end()
-
-            return call
-
-        return make
+        return watch
 
     # --- around torch's functions
 
-    def wrap(self, op: str) -> Callable[[Any], Any]:
+    def around_collective(self, op: str, original: Any) -> Watch:
         """A function of torch.distributed."""
+        signature = inspect.signature(original)
 
-        def make(original: Any) -> Any:
-            signature = inspect.signature(original)
+        def watch(*args: Any, **options: Any) -> Generator[None, Any, None]:
+            if self._depth() or not dist.is_initialized():
+                return
+            try:
+                given = signature.bind_partial(*args, **options).arguments
+            except TypeError:  # the call is wrong, and says so itself
+                given = {}
+            group = given.get("group")
+            if group is dist.GroupMember.NON_GROUP_MEMBER:
+                return
+            tensor, must_match, fields = self._describe(op, given)
+            fields |= self._sent(op, tensor, fields)
+            try:
+                with self.during(op, group, fields.get("number"), **must_match):
+                    result = yield
+            except RuntimeError as error:
+                self.log.record("refused", op=op, text=str(error)[:400])
+                return
+            if op in ("all_reduce", "reduce") and tensor is not None and not given.get("async_op"):
+                fields["result"] = self._values(tensor, fields)
+            if given.get("async_op"):
+                self._hold_handle(result, fields)
+            known = fields.get("of") and "copy" not in fields
+            self.log.record("coll", op=op, path=[] if known else self.log.stack.call_stack(), **fields)
 
-            def call(*args: Any, **options: Any) -> Any:
-                if torch.compiler.is_compiling() or not self.log.active or self._depth():
-                    return original(*args, **options)
-                try:
-                    given = signature.bind_partial(*args, **options).arguments
-                except TypeError:  # the call is wrong, and says so itself
-                    given = {}
-                group = given.get("group")
-                if group is dist.GroupMember.NON_GROUP_MEMBER or not dist.is_initialized():
-                    return original(*args, **options)
-                tensor: Any = None
-                must_match: dict[str, Any] = {}
-                fields: dict[str, Any] = {}
-                with self.log.overhead():
-                    tensor, must_match, fields = self._describe(op, given)
-                    fields |= self._sent(op, tensor, fields)
-                end = self.begin(op, group, fields.get("number"), **must_match)
-                try:
-                    result = original(*args, **options)
-                except RuntimeError as error:
-                    self.log.record("refused", op=op, text=str(error)[:400])
-                    raise
-                finally:
-                    end()
-                with self.log.overhead():
-                    if op in ("all_reduce", "reduce") and tensor is not None and not given.get("async_op"):
-                        fields["result"] = self._values(tensor, fields)
-                    if given.get("async_op"):
-                        self._hold_handle(result, fields)
-                    known = fields.get("of") and "copy" not in fields
-                    self.log.record("coll", op=op, path=[] if known else self.log.call_stack(), **fields)
-                return result
-
-            return call
-
-        return make
+        return watch
 
     def _hold_handle(self, work: Any, fields: dict[str, Any]) -> None:
         """Keep the handle of an asynchronous reduction of gradients until a wait for it, or the next step."""
         if fields.get("of") == "grad" and hasattr(type(work), "wait"):
-            self.unwaited[id(work)] = (work, self.log.caller())
+            self.unwaited[id(work)] = (work, self.log.stack.caller())
 
     def before_wait(self, work: Any, /, *_: Any, **__: Any) -> None:
         self.unwaited.pop(id(work), None)
@@ -223,7 +206,7 @@ class CollectiveRecorder:
             tensor = next((t for t in given.get("tensors") or () if isinstance(t, torch.Tensor)), None)
         must_match: dict[str, Any] = {}
         if op in SAME_SIZE and tensor is not None:
-            must_match = {"n": tensor.numel(), "d": str(tensor.dtype).removeprefix("torch.")}
+            must_match = _size_of(tensor)
         for name in ("src", "dst", "group_src", "group_dst"):
             if isinstance(given.get(name), int):
                 must_match["root"] = given[name]
@@ -241,7 +224,7 @@ class CollectiveRecorder:
         """Is the tensor a gradient or a weight, or all of an optimizer's? Returns fields of the event."""
         unknown = self._weight_at(tensor.data_ptr()) is None and tensor.data_ptr() not in (self._grads or ())
         growing = self._in_backward and self._digests < _MAX_DIGESTS  # gradients come one by one, each to its hook
-        if self._grads is None or (unknown and (growing or not self.log.optimizers)):
+        if self._grads is None or (unknown and (growing or not self._shared.optimizers)):
             self._index_addresses()
         pointer = tensor.data_ptr()
         of, grad = "", None
@@ -253,23 +236,25 @@ class CollectiveRecorder:
             of = "grad"
             number, grad = self._grads[pointer]
         elif tensor.numel() > 64 and tensor.numel() in self._totals:  # all of them in one piece
-            of = "grad" if self.log.backward_since_step else "weight"
+            of = "grad" if self._shared.backward_since_step else "weight"
         elif self._in_backward and tuple(tensor.shape) in self._shapes:
             of = "grad"
-        elif not self.log.backward_since_step and self._copies_weight(tensor):
+        elif not self._shared.backward_since_step and self._copies_weight(tensor):
             return {"of": "weight", "copy": True}
-        elif self.log.backward_since_step and tensor.is_floating_point():
+        elif self._shared.backward_since_step and tensor.is_floating_point():
             number, grad = self._match_gradient(tensor)
             of = "grad" if grad is not None else ""
         if of != "grad":
             return {"of": of, "number": number} if of else {}
-        clipped = id(grad) in self.log.clipped_gradients if grad is not None else bool(self.log.clipped_gradients)
+        clipped = (
+            id(grad) in self._shared.clipped_gradients if grad is not None else bool(self._shared.clipped_gradients)
+        )
         fields: dict[str, Any] = {"of": of, "number": number, "clipped": clipped}
         if self._digests < _MAX_DIGESTS:
             self._digests += 1
-            fields["digest"] = digest(tensor) if bool(tensor.detach().abs().max() > 0) else 0
+            fields["digest"] = digest(tensor, most=SOME) if bool(tensor.detach().abs().max() > 0) else 0
             fields["given"] = sample(tensor) if number is not None else None
-            fields["by"] = self.log.script_stack(4)
+            fields["by"] = self.log.stack.script_stack(4)
         return fields
 
     def _weight_at(self, address: int) -> int | None:
@@ -315,10 +300,10 @@ class CollectiveRecorder:
         """Find the addresses of all weights and gradients. Parameters are numbered from 1 through all optimizers."""
         self._grads, self._weights, self._totals, self._shapes = {}, {}, set(), set()
         everything = number = 0
-        if not self.log.optimizers:  # weights that are made alike before there is one
-            weights = [p for p in self.log.models.made_at if p.device.type != "meta" and p.layout is torch.strided]
+        if not self._shared.optimizers:  # weights that are made alike before there is one
+            weights = [p for p in self._shared.models.made_at if p.device.type != "meta" and p.layout is torch.strided]
             self._weights = {p.data_ptr(): (n, p) for n, p in enumerate(weights, 1)}
-        for optimizer in sorted(self.log.optimizers, key=lambda o: int(o.__dict__["_paceline_doctor"])):
+        for optimizer in sorted(self._shared.optimizers, key=lambda o: int(number_of(o))):
             total = 0
             for group in optimizer.param_groups:
                 for p in group["params"]:
@@ -326,7 +311,7 @@ class CollectiveRecorder:
                     self._shapes.add(tuple(p.shape))
                     if p.device.type != "meta" and type(p).__name__ in ("Parameter", "Tensor"):
                         self._weights[p.data_ptr()] = (number, p)
-                        total += p.numel() if p.grad is not None or not self.log.backward_since_step else 0
+                        total += p.numel() if p.grad is not None or not self._shared.backward_since_step else 0
                         if p.grad is not None:
                             self._grads[p.grad.data_ptr()] = (number, p.grad)
             self._totals.add(total)
@@ -339,107 +324,69 @@ class CollectiveRecorder:
 
     def _values(self, tensor: torch.Tensor, fields: dict[str, Any]) -> list[float] | None:
         """The elements of a small result that is neither gradient nor weight."""
-        if fields.get("of") or tensor.numel() > _MAX_VALUES or tensor.is_complex() or self._results >= _MAX_RESULTS:
+        if fields.get("of") or tensor.numel() > _MAX_VALUES or tensor.is_complex():
             return None
-        self._results += 1
-        return [float(v) for v in tensor.detach().reshape(-1).tolist()]
+        few = self.log.few("results", _MAX_RESULTS)
+        return [float(v) for v in tensor.detach().reshape(-1).tolist()] if few else None
 
     def _sent(self, op: str, tensor: Any, fields: dict[str, Any]) -> dict[str, Any]:
         """What a small sum or gather after an evaluation sends, and the numbers in the script's variables."""
-        if tensor is None or op not in _WITH_VALUES or not self.log.variables.pass_ended:
+        if tensor is None or op not in _WITH_VALUES or not self._shared.variables.pass_ended:
             return {}
         values = self._values(tensor, fields)
-        return {} if values is None else {"sent": values, "vars": self.log.variables.numbers()}
+        return {} if values is None else {"sent": values, "vars": self._shared.variables.numbers()}
 
     def before_point_to_point(self, op: str, /, *_: Any, **__: Any) -> None:
         """A send or a receive: record that there is one."""
         if not self._depth():
             self.log.record("p2p", op=op)
 
-    def wrap_group_call(self, op: str) -> Callable[[Any], Any]:
+    def around_group_call(self, op: str, *_: Any, **options: Any) -> Generator[None, Any, None]:
         """A function that makes or destroys process groups: the collectives inside it are not recorded."""
+        outermost = not self._depth()
+        if op == "destroy_process_group":
+            time.sleep(_SETTLE_SECONDS)
+        try:
+            if op == "new_group" and not options.get("use_local_synchronization"):
+                with self.during(op, None):  # every rank must come, also those that are not in it
+                    yield
+            else:
+                with self._unrecorded():
+                    yield
+        finally:
+            if outermost:
+                world = dist.get_world_size() if dist.is_initialized() else 1
+                self.log.record("group", op=op, world=world)
 
-        def make(original: Any) -> Any:
-            def call(*args: Any, **options: Any) -> Any:
-                depth = self._depth()
-                end = _nothing
-                if op == "new_group" and not options.get("use_local_synchronization"):
-                    end = self.begin(op, None)  # every rank must come, also those that are not in it
-                self._local.depth = depth + 1
-                if op == "destroy_process_group":
-                    with self.log.overhead():
-                        time.sleep(_SETTLE_SECONDS)
-                try:
-                    return original(*args, **options)
-                finally:
-                    end()
-                    self._local.depth = depth
-                    if depth == 0:
-                        world = dist.get_world_size() if dist.is_initialized() else 1
-                        self.log.record("group", op=op, world=world)
-
-            return call
-
-        return make
-
-    def wrap_method(self, op: str, condition: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    def around_method(
+        self, op: str, condition: Callable[[Any], bool], module: Any, *_: Any, **__: Any
+    ) -> Generator[None, Any, None]:
         """A method of DDP that communicates in C++, where `condition(module)`."""
+        if condition(module):
+            with self.during(op, getattr(module, "process_group", None)):
+                yield
 
-        def make(original: Any) -> Any:
-            def method(module: Any, /, *args: Any, **options: Any) -> Any:
-                if torch.compiler.is_compiling() or not condition(module):
-                    return original(module, *args, **options)
-                end = self.begin(op, getattr(module, "process_group", None))
-                try:
-                    return original(module, *args, **options)
-                finally:
-                    end()
-
-            return method
-
-        return make
-
-    def wrap_exchange(self, original: Any) -> Any:
+    def around_exchange(self, neighbours: Any, row: torch.Tensor) -> Generator[None, Any, None]:
         """`Neighbours.rows` of paceline.comm.neighbours."""
+        with self.during("exchange over Unix sockets", neighbours.group, **_size_of(row)):
+            yield
 
-        def rows(neighbours: Any, row: torch.Tensor) -> Any:
-            dtype = str(row.dtype).removeprefix("torch.")
-            end = self.begin("exchange over Unix sockets", neighbours.group, n=row.numel(), d=dtype)
-            try:
-                return original(neighbours, row)
-            finally:
-                end()
-
-        return rows
-
-    def wrap_sum(self, original: Any) -> Any:
+    def around_sum(self, memory: Any, flat: torch.Tensor) -> Generator[None, Any, None]:
         """`SharedMemory.add` of paceline.comm.shared_memory."""
+        with self.during("sum in shared memory", memory.group, beside=" in memory", **_size_of(flat)):
+            yield
 
-        def add(memory: Any, flat: torch.Tensor) -> None:
-            dtype = str(flat.dtype).removeprefix("torch.")
-            end = self.begin("sum in shared memory", memory.group, beside=" in memory", n=flat.numel(), d=dtype)
-            try:
-                original(memory, flat)
-            finally:
-                end()
-
-        return add
-
-    def wrap_meeting(self, original: Any) -> Any:
+    def around_meeting(self, meetings: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
         """`Meetings.wait` of paceline.comm.shared_memory, outside of a sum."""
+        with self.during("meeting in shared memory", meetings.group, beside=" in memory"):
+            yield
 
-        def wait(meetings: Any, value: float = 0.0) -> Any:
-            end = self.begin("meeting in shared memory", meetings.group, beside=" in memory")
-            try:
-                return original(meetings, value)
-            finally:
-                end()
-
-        return wait
+    def patch_neighbours(self, module: Any) -> None:
+        self.log.patches.around(module.Neighbours, "rows", self.around_exchange)
 
     def patch_shared_memory(self, module: Any) -> None:
-        patch(module.SharedMemory, "add", self.wrap_sum)
-        patch(module.Meetings, "wait", self.wrap_meeting)
+        self.log.patches.around(module.SharedMemory, "add", self.around_sum)
+        self.log.patches.around(module.Meetings, "wait", self.around_meeting)
 
     def before_spawn(self, *_: Any, **__: Any) -> None:
         self.log.record("spawn", now=True, joined=dist.is_initialized())
@@ -452,38 +399,40 @@ class CollectiveRecorder:
 def install(log: EventLog) -> None:
     if not dist.is_available():
         return
-    recorder = log.collectives = CollectiveRecorder(log, os.path.join(log.directory, f"calls-{log.rank}.jsonl"))
-    for make, names in ((recorder.wrap, (*SAME_SIZE, *_ANY_SIZE)), (recorder.wrap_group_call, _GROUPS)):
-        for name in filter(vars(c10d).get, names):
-            patch(c10d, name, make(name))
-            setattr(dist, name, getattr(c10d, name))
+    shared, patches = log.shared, log.patches
+    path = os.path.join(shared.directory, f"calls-{shared.rank}.jsonl")
+    recorder = shared.collectives = CollectiveRecorder(log, path)
+    for name in filter(vars(c10d).get, (*SAME_SIZE, *_ANY_SIZE)):
+        patches.around(c10d, name, recorder.around_collective(name, getattr(c10d, name)))
+    for name in filter(vars(c10d).get, _GROUPS):
+        patches.around(c10d, name, partial(recorder.around_group_call, name))
     for name in filter(vars(c10d).get, _POINT_TO_POINT):
-        call_before(log, c10d, name, partial(recorder.before_point_to_point, name))
-        setattr(dist, name, getattr(c10d, name))
-    for name in FUNCTIONAL:
-        if hasattr(FUNCTIONAL_COLLECTIVES, name):
-            patch(FUNCTIONAL_COLLECTIVES, name, recorder.wrap_functional(name))
+        patches.before(c10d, name, partial(recorder.before_point_to_point, name))
+    for name in filter(vars(c10d).get, (*SAME_SIZE, *_ANY_SIZE, *_GROUPS, *_POINT_TO_POINT)):
+        patches.replace(dist, name, getattr(c10d, name))
+    for name in filter(vars(FUNCTIONAL_COLLECTIVES).get, FUNCTIONAL):
+        watch = recorder.around_functional(name, getattr(FUNCTIONAL_COLLECTIVES, name))
+        patches.around(FUNCTIONAL_COLLECTIVES, name, watch)
     for name in _HANDLE_METHODS:  # torch's own class, of C++
         if hasattr(dist.Work, name):
-            call_before(log, dist.Work, name, recorder.before_wait)
-    patch(DistributedDataParallel, "__init__", recorder.wrap_method("DDP's construction", lambda module: True))
-    patch(DistributedDataParallel, DDP_SENDS_BUFFERS, recorder.wrap_method("DDP's buffers", _has_buffers))
-    if hasattr(DistributedDataParallel, DDP_BEFORE_FORWARD):
-        ordering = recorder.wrap_method("DDP's buckets", lambda module: log.models.rebuilds_buckets(module))
-        patch(DistributedDataParallel, DDP_BEFORE_FORWARD, ordering)
-    after_import("paceline.comm.neighbours", lambda module: patch(module.Neighbours, "rows", recorder.wrap_exchange))
+            patches.before(dist.Work, name, recorder.before_wait)
+    for name, op, condition in (
+        ("__init__", "DDP's construction", lambda _: True),
+        (DDP_SENDS_BUFFERS, "DDP's buffers", lambda module: len(getattr(module, "modules_buffers", ())) > 0),
+        (DDP_BEFORE_FORWARD, "DDP's buckets", lambda module: shared.models.rebuilds_buckets(module)),
+    ):
+        if hasattr(DistributedDataParallel, name):
+            patches.around(DistributedDataParallel, name, partial(recorder.around_method, op, condition))
+    after_import("paceline.comm.neighbours", recorder.patch_neighbours)
     after_import("paceline.comm.shared_memory", recorder.patch_shared_memory)
     import torch.multiprocessing as multiprocessing
     from torch.distributed.algorithms.join import Join
 
-    call_before(log, Join, "__enter__", recorder.before_join)
+    patches.before(Join, "__enter__", recorder.before_join)
     for name in ("spawn", "start_processes"):
-        call_before(log, multiprocessing, name, recorder.before_spawn)
+        patches.before(multiprocessing, name, recorder.before_spawn)
 
 
-def _nothing() -> None:
-    return None
-
-
-def _has_buffers(module: Any) -> bool:
-    return len(getattr(module, "modules_buffers", ())) > 0
+def _size_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """What must match of a tensor: the number of elements and their type."""
+    return {"n": tensor.numel(), "d": str(tensor.dtype).removeprefix("torch.")}

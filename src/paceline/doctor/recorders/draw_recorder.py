@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import zlib
+from collections.abc import Generator
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -18,9 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import call_before, patch
-from paceline.doctor.recorders.tensor_digests import digest
+from paceline.observe.digests import SOME, digest
+from paceline.observe.event_log import EventLog
 from paceline.torch_private.observed import own_parameters, replace_factory
 
 _FUNCTIONS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson",
@@ -30,7 +30,7 @@ _METHODS = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log
 _SEEDS = ((torch, "manual_seed", "torch's"), (random, "seed", "Python's"), (np.random, "seed", "NumPy's"))
 _MAX_DRAWS, _MAX_PENDING = 1000, 16  # draws that are digested; of one batch
 _MAX_STATES, _MAX_SEEDS = 200, 200  # backward passes whose generator is recorded; calls that seed
-_MAX_FRAMES = 24
+_MAX_FRAMES = 28
 
 
 class DrawRecorder:
@@ -40,7 +40,7 @@ class DrawRecorder:
         self._log = log
         self._pending: list[tuple[tuple[int, ...], list[Any]]] = []  # shape, what `take` returns of it
         self._inside = False  # one function of torch may call another
-        self._draws = self._states = self._seeds = 0
+        self._states = 0
         self._of_weights = False  # has a module drawn for its weights?
         self._begun: int | None = None  # the generator's state at the first forward after a step
 
@@ -51,8 +51,7 @@ class DrawRecorder:
     def before_forward(self) -> None:
         """A forward in training mode begins."""
         if self._begun is None and self._states < _MAX_STATES:
-            with self._log.overhead():
-                self._begun = _state()
+            self._begun = _state()
 
     def take(self, rows: int | None) -> dict[str, Any]:
         """At a backward: "draws", [line, digest, number of elements, seed of the script's own generator or None] of the
@@ -66,39 +65,31 @@ class DrawRecorder:
         self._states += begun is not None
         return {"draws": kept, "masked": begun if moved and not kept and not of_weights else None}
 
-    def wrap_draw(self, original: Any) -> Any:
+    def around_draw(self, *_: Any, **options: Any) -> Generator[None, Any, None]:
         """A function that returns random numbers, or a method that fills a tensor with them."""
-
-        def draw(*args: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or self._inside or not self._log.active:
-                return original(*args, **options)
-            self._inside = True
-            try:
-                result = original(*args, **options)
-            finally:
-                self._inside = False
-            if self._draws < _MAX_DRAWS and len(self._pending) < _MAX_PENDING:
-                with self._log.overhead():
-                    self._keep(result, options.get("generator"))
-            return result
-
-        return draw
+        if self._inside:
+            return
+        self._inside = True
+        try:
+            result = yield
+        finally:
+            self._inside = False
+        if len(self._pending) < _MAX_PENDING:
+            self._keep(result, options.get("generator"))
 
     def _keep(self, tensor: Any, generator: Any) -> None:
         if type(tensor) is not torch.Tensor or not tensor.dim() or len(tensor) < 2 or tensor.device.type == "meta":
             return
-        at = self._log.caller()
+        at = self._log.stack.caller()
         purpose = _purpose(tensor.shape) if at else ""
         self._of_weights = self._of_weights or purpose == "weights"
-        if at and not purpose and not self._log.called_by_library():
-            self._draws += 1
+        if at and not purpose and not self._log.stack.called_by_library() and self._log.few("draws", _MAX_DRAWS):
             seed = generator.initial_seed() if isinstance(generator, torch.Generator) else None
-            self._pending.append((tuple(tensor.shape), [at, digest(tensor), tensor.numel(), seed]))
+            self._pending.append((tuple(tensor.shape), [at, digest(tensor, most=SOME), tensor.numel(), seed]))
 
     def before_seed(self, name: str, *args: Any, **options: Any) -> None:
         """A generator is seeded."""
-        if self._seeds < _MAX_SEEDS:
-            self._seeds += 1
+        if self._log.few("seeds", _MAX_SEEDS):
             value = next(iter((*args, *options.values())), None)
             self._log.record("seed", generator=name, value=value if isinstance(value, int) else None)
 
@@ -106,7 +97,7 @@ class DrawRecorder:
 def _purpose(shape: torch.Size) -> str:
     """ "weights": a module draws for parameters of its own, all dimensions are among theirs. "examples": a module draws
     a number for each example, as stochastic depth drops whole examples by. "": neither."""
-    frame: FrameType | None = sys._getframe(3)
+    frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         if frame is None:
             break
@@ -131,10 +122,10 @@ def _state() -> int:
 
 
 def install(log: EventLog) -> None:
-    recorder = log.draws = DrawRecorder(log)
+    recorder = log.shared.draws = DrawRecorder(log)
     for name in _FUNCTIONS:
-        replace_factory(name, partial(patch, torch, name, recorder.wrap_draw))
+        replace_factory(name, partial(log.patches.around, torch, name, recorder.around_draw))
     for name in _METHODS:
-        patch(torch.Tensor, name, recorder.wrap_draw)
+        log.patches.around(torch.Tensor, name, recorder.around_draw)
     for owner, name, generator in _SEEDS:
-        call_before(log, owner, name, partial(recorder.before_seed, generator))
+        log.patches.before(owner, name, partial(recorder.before_seed, generator))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from functools import partial
 from typing import Any
 
 import torch
 
-from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import patch
 from paceline.launcher.plan import available_cores
+from paceline.observe.event_log import EventLog
 
-# methods that copy a tensor's value to the host
 # methods that copy a tensor's value to the host
 _READS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__")
 
@@ -23,38 +23,23 @@ class _HostSyncRecorder:
         self.log = log
         self._inside = False
 
-    def wrap_call(self, kind: str) -> Any:
-        def make(original: Any) -> Any:
-            def function(*args: Any, **options: Any) -> Any:
-                if torch.compiler.is_compiling() or not self.log.active or self._inside:
-                    return original(*args, **options)
-                self._inside = True
-                began = self.log.clock()
-                try:
-                    return original(*args, **options)
-                finally:
-                    self._inside = False
-                    at = self.log.caller()
-                    if at:
-                        self.log.record("wait", at=at, kind=kind, seconds=self.log.clock() - began)
+    def around_call(self, kind: str, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        if self._inside:
+            return
+        self._inside = True
+        began = self.log.clock()
+        try:
+            yield
+        finally:
+            self._inside = False
+            at = self.log.stack.caller()
+            if at:
+                self.log.record("wait", at=at, kind=kind, seconds=self.log.clock() - began)
 
-            return function
-
-        return make
-
-    def wrap_read(self, name: str) -> Any:
+    def around_read(self, name: str, tensor: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
         """A method that reads a tensor's value: on a device it waits for all that is queued."""
-
-        def make(original: Any) -> Any:
-            def method(tensor: Any, /, *args: Any, **options: Any) -> Any:
-                if torch.compiler.is_compiling() or tensor.device.type in ("cpu", "meta"):
-                    return original(tensor, *args, **options)
-                return waited(tensor, *args, **options)
-
-            waited = self.wrap_call(f".{name}()")(original)
-            return method
-
-        return make
+        if tensor.device.type not in ("cpu", "meta"):
+            yield from self.around_call(f".{name}()")
 
 
 def install(log: EventLog) -> None:
@@ -67,10 +52,10 @@ def install(log: EventLog) -> None:
         (getattr(torch.accelerator, "memory", None), "empty_cache", "torch.accelerator.empty_cache"),
     ):
         if owner is not None and hasattr(owner, name):
-            patch(owner, name, recorder.wrap_call(kind))
+            log.patches.around(owner, name, partial(recorder.around_call, kind))
     if torch.accelerator.is_available():
         for name in _READS:
-            patch(torch.Tensor, name, recorder.wrap_read(name))
+            log.patches.around(torch.Tensor, name, partial(recorder.around_read, name))
 
 
 def machine_state() -> dict[str, Any]:

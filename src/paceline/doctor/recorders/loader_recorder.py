@@ -8,12 +8,13 @@ followed to the data set below. An iterable data set has no indices: its rows' d
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import random
 import zlib
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,9 +30,11 @@ from torch.utils.data import (
     Subset,
 )
 
-from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import after_import, call_after, patch
-from paceline.doctor.recorders.tensor_digests import digest, padded_rows, row_digests, tensors_in
+from paceline.doctor.recorders.shared_state import number_of, set_number
+from paceline.launcher.import_hook import after_import
+from paceline.observe.digests import SOME, digest, padded_rows, row_digests, tensors_in
+from paceline.observe.event_log import EventLog
+from paceline.observe.records import append_record
 from paceline.torch_private.observed import (
     LOADER_WORKERS,
     NEXT_INDEX,
@@ -53,15 +56,15 @@ _INDICES, _PASS, _MADE_AT = "_paceline_doctor_indices", "_paceline_doctor_pass",
 
 
 def install(log: EventLog) -> None:
-    recorder = _LoaderRecorder(log)
-    call_after(log, DataLoader, "__init__", recorder.after_init)
-    patch(DataLoader, "__iter__", recorder.wrap_iter)
-    patch(LoaderIterator, NEXT_INDEX, recorder.wrap_next_index)
-    patch(LoaderIterator, "__next__", recorder.wrap_next)
-    patch(LOADER_WORKERS, WORKER_MAIN, recorder.wrap_worker_loop)
+    recorder, patches = _LoaderRecorder(log), log.patches
+    patches.after(DataLoader, "__init__", recorder.after_init)
+    patches.around(DataLoader, "__iter__", recorder.around_iter)
+    patches.around(LoaderIterator, NEXT_INDEX, recorder.around_next_index)
+    patches.around(LoaderIterator, "__next__", recorder.around_next)
+    patches.wrap(LOADER_WORKERS, WORKER_MAIN, recorder.wrap_worker_loop)
     after_import("accelerate.data_loader", recorder.patch_accelerate)
     for cls in (DistributedSampler, Subset):
-        call_after(log, cls, "__init__", recorder.after_construction)
+        patches.after(cls, "__init__", recorder.after_construction)
 
 
 class _LoaderRecorder:
@@ -75,34 +78,25 @@ class _LoaderRecorder:
 
     def after_construction(self, thing: Any, /, *_: Any, **__: Any) -> None:
         """Of a sampler or a Subset: remember the line that makes it."""
-        thing.__dict__[_MADE_AT] = self._log.caller(lambda frame: frame.f_code.co_name == "__init__")
+        thing.__dict__[_MADE_AT] = self._log.stack.caller(lambda frame: frame.f_code.co_name == "__init__")
 
     def _name(self, loader: Any) -> str:
         """A name that is the same on all ranks: the line that makes the loader, and a number among the loaders that
         this line makes. (A number among all loaders would shift where one rank has a loader more.)"""
-        at = self._log.caller()
+        at = self._log.stack.caller()
         line = f"line {at[1]} of {at[0]}" if at else "a library"
         self._made[line] += 1
-        name: str = loader.__dict__.setdefault("_paceline_doctor", f"{line}, {self._made[line]}")
-        return name
+        return str(set_number(loader, f"{line}, {self._made[line]}"))
 
-    def wrap_iter(self, original: Any) -> Any:
-        def __iter__(loader: Any) -> Any:
-            if not self._log.active:
-                return original(loader)
-            if (iterator := persistent_iterator(loader)) is not None:
-                iterator.__dict__[_INDICES] = deque()
-            name = loader.__dict__.get("_paceline_doctor", "")
-            self._passes += 1
-            sampler = _innermost_sampler(loader)
-            self._log.record("pass", loader=name, n=self._passes, epoch=getattr(sampler, "epoch", None))
-            began = self._log.clock()
-            iterator = original(loader)
-            length = _number_of_batches(loader)
-            iterator.__dict__[_PASS] = [name, self._passes, 0, self._log.clock() - began, length]
-            return iterator
-
-        return __iter__
+    def around_iter(self, loader: Any) -> Generator[None, Any, None]:
+        if (iterator := persistent_iterator(loader)) is not None:
+            iterator.__dict__[_INDICES] = deque()
+        self._passes += 1
+        place, epoch = _Place(number_of(loader) or "", self._passes), getattr(_innermost_sampler(loader), "epoch", None)
+        self._log.record("pass", loader=place.loader, n=place.n, epoch=epoch)
+        iterator = yield
+        place.length = _number_of_batches(loader)
+        iterator.__dict__[_PASS] = place
 
     def wrap_worker_loop(self, original: Any) -> Any:
         """In a forked worker: record the states that its random generators begin with and end with. They go into a file
@@ -125,27 +119,21 @@ class _LoaderRecorder:
                 ended = _generators()
                 moved = {name: state for name, state in begun.items() if ended.get(name) != state}
                 event = {"k": "worker", "n": self._passes, "worker": given.arguments.get("worker_id"), "begun": moved}
-                path = os.path.join(self._log.directory, f"workers-{self._log.rank}.jsonl")
-                with open(path, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(event) + "\n")
+                shared = self._log.shared
+                append_record(os.path.join(shared.directory, f"workers-{shared.rank}.jsonl"), event)
             return result
 
         return _worker_loop
 
-    def wrap_next_index(self, original: Any) -> Any:
-        def _next_index(iterator: Any) -> Any:
-            index = original(iterator)
+    def around_next_index(self, iterator: Any) -> Generator[None, Any, None]:
+        with suppress(StopIteration):
+            index = yield
             iterator.__dict__.setdefault(_INDICES, deque()).append(index)
-            return index
-
-        return _next_index
 
     def _variables(self) -> dict[str, float] | None:
         """At the end of a loop over a loader."""
-        numbers: dict[str, float] | None = None
-        with self._log.overhead():
-            self._log.variables.pass_ended = True
-            numbers = self._log.variables.numbers()
+        self._log.shared.variables.pass_ended = True
+        numbers: dict[str, float] | None = self._log.shared.variables.numbers()
         return numbers
 
     def wrap_prefetching_iter(self, original: Any) -> Any:
@@ -155,52 +143,49 @@ class _LoaderRecorder:
         def __iter__(loader: Any) -> Any:
             yield from original(loader)
             if self._log.active:
-                self._log.record("loop_end", loader=loader.__dict__.get("_paceline_doctor", ""), vars=self._variables())
+                with self._log.overhead():
+                    self._log.record("loop_end", loader=number_of(loader) or "", vars=self._variables())
 
         return __iter__
 
     def patch_accelerate(self, module: Any) -> None:
         for name in ("DataLoaderShard", "DataLoaderDispatcher"):
             if hasattr(module, name):
-                patch(getattr(module, name), "__iter__", self.wrap_prefetching_iter)
+                self._log.patches.wrap(getattr(module, name), "__iter__", self.wrap_prefetching_iter)
 
-    def wrap_next(self, original: Any) -> Any:
-        def __next__(iterator: Any) -> Any:
-            log = self._log
-            place = iterator.__dict__.get(_PASS)
-            if place is None or not log.active:
-                return original(iterator)
-            began = log.clock()
-            try:
-                batch = original(iterator)
-            except StopIteration:
-                log.record("pass_end", loader=place[0], n=place[1], vars=self._variables())
-                raise
-            waited = log.clock() - began
-            log.draws.clear()
-            with log.overhead():
-                queue = iterator.__dict__.get(_INDICES)
-                index = queue.popleft() if queue else None
-                indices = _base_indices(dataset_of(iterator), index)
-                rows, padded = None, None
-                if place[2] < _MAX_DIGESTED:
-                    rows, padded = _row_digests(batch, _batch_indices(index), indices)
-                place[2] += 1
-                if place[2] == place[4]:  # some never ask for another batch after the last one
-                    log.variables.pass_ended = True
-                self._log.record(
-                    "yield",
-                    loader=place[0],
-                    n=place[1],
-                    idx=indices,
-                    rows=rows,
-                    padded=padded,
-                    waited=waited,
-                    grad=torch.is_grad_enabled(),
-                )
-            return batch
+    def around_next(self, iterator: Any) -> Generator[None, Any, None]:
+        log, place = self._log, iterator.__dict__.get(_PASS)
+        if place is None:
+            return
+        began = log.clock()
+        try:
+            batch = yield
+        except StopIteration:
+            log.record("pass_end", loader=place.loader, n=place.n, vars=self._variables())
+            return
+        waited = log.clock() - began
+        log.shared.draws.clear()
+        queue = iterator.__dict__.get(_INDICES)
+        index = queue.popleft() if queue else None
+        indices = _base_indices(dataset_of(iterator), index)
+        rows, padded = None, None
+        if place.batches < _MAX_DIGESTED:
+            rows, padded = _row_digests(batch, _batch_indices(index), indices)
+        place.batches += 1
+        if place.batches == place.length:  # some never ask for another batch after the last one
+            log.shared.variables.pass_ended = True
+        about = {"loader": place.loader, "n": place.n, "idx": indices, "rows": rows, "padded": padded}
+        log.record("yield", **about, waited=waited, grad=torch.is_grad_enabled())
 
-        return __next__
+
+@dataclass
+class _Place:
+    """Where an iterator over a loader is."""
+
+    loader: str  # the loader's name
+    n: int  # the number of the pass
+    batches: int = 0  # that were read
+    length: int | None = None  # batches of the pass
 
 
 def _generators() -> dict[str, int]:
@@ -217,14 +202,8 @@ def _describe(loader: Any) -> dict[str, Any]:
     """The fields of a "loader" event."""
     sampler = _innermost_sampler(loader)
     iterable = isinstance(loader.dataset, IterableDataset)
-    kind = "other"
-    for name, cls in (
-        ("distributed", DistributedSampler),
-        ("random", RandomSampler),
-        ("sequential", SequentialSampler),
-    ):
-        if isinstance(sampler, cls):
-            kind = name
+    kinds = {"distributed": DistributedSampler, "random": RandomSampler, "sequential": SequentialSampler}
+    kind = next((name for name, cls in kinds.items() if isinstance(sampler, cls)), "other")
     explicit = has_number_of_samples(sampler) or getattr(sampler, "replacement", False)
     return {
         "size": None if iterable else _base_size(loader.dataset),
@@ -274,10 +253,10 @@ def _number(thing: Any, name: str) -> int:
     return value if type(value) is int else 1
 
 
-def content_digests(dataset: Any) -> dict[str, int]:
+def content_digests(dataset: Any) -> dict[str, int | str]:
     """Digests of what a data set holds in memory (tensors, arrays, long lists), by attribute path. Empty where it makes
     or reads its examples one by one."""
-    found: dict[str, int] = {}
+    found: dict[str, int | str] = {}
     pending: list[tuple[str, Any, int]] = [("", dataset, 0)]
     while pending and len(found) < _MAX_DIGESTS:
         way, thing, depth = pending.pop(0)
@@ -286,7 +265,7 @@ def content_digests(dataset: Any) -> dict[str, int]:
         elif isinstance(thing, (torch.Tensor, np.ndarray)):
             tensor = thing if isinstance(thing, torch.Tensor) else _as_tensor(thing)
             if tensor is not None and tensor.numel() >= _MIN_ELEMENTS and tensor.device.type != "meta":
-                found[way] = digest(tensor)
+                found[way] = digest(tensor, most=SOME)
         elif isinstance(thing, (list, tuple)) and len(thing) >= _MIN_ELEMENTS:
             some = [thing[i] for i in range(0, len(thing), max(1, len(thing) // _LIST_ELEMENTS))]
             found[way] = zlib.crc32(repr([_hashable(one) for one in some]).encode())
@@ -310,7 +289,7 @@ def _as_tensor(array: Any) -> torch.Tensor | None:
 def _hashable(thing: Any) -> Any:
     """A value whose repr is the same on all ranks."""
     if isinstance(thing, torch.Tensor):
-        return digest(thing) if thing.numel() and thing.device.type != "meta" else None
+        return digest(thing, most=SOME) if thing.numel() and thing.device.type != "meta" else None
     if isinstance(thing, (list, tuple)):
         return [_hashable(one) for one in thing[:4]]
     return thing if isinstance(thing, (str, int, float, bytes)) else None

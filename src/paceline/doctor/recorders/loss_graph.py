@@ -1,4 +1,18 @@
-"""What a loss is, by its autograd graph: is it a mean, and what was it divided by?"""
+"""What a loss is, by its autograd graph: is it a mean, what was it divided by, and which terms does it add up?
+
+Terms come in the order in which the script adds them. A term is a dict of
+
+    count     what its sum is divided by to make a mean of it; None: nothing
+    own       the number of this rank's targets; None: not known
+    factor    the number that the mean is multiplied by
+    outer     the numbers by which the whole sum of terms is multiplied
+    inner     the numbers by which this term alone is; divided: those of them that divide it, as divisors
+    kind      "mean", "sum", "weighed" or "other"
+    weights   [checksum, sum, number] of the vector that weighs means over this rank's rows; or None
+
+"weighed" is sum_e f_e * mean_rows(p_e), with f constant and not negative: the load balancing of a mixture of experts,
+where f are the fractions of the tokens that each expert gets.
+"""
 
 from __future__ import annotations
 
@@ -8,50 +22,127 @@ from typing import Any
 
 import torch
 
-from paceline.doctor.recorders.graph_nodes import LOSSES as _LOSSES
-from paceline.doctor.recorders.graph_nodes import MEANS as _MEANS
-from paceline.doctor.recorders.graph_nodes import SCALED as _SCALED
-from paceline.doctor.recorders.graph_nodes import TRANSPARENT as _TRANSPARENT
-from paceline.doctor.recorders.graph_nodes import children as _children
-from paceline.doctor.recorders.graph_nodes import is_sum as _is_sum
-from paceline.doctor.recorders.graph_nodes import scalar_factor as _factor
-from paceline.torch_private.observed import saved
+from paceline.observe.digests import SOME, digest
+from paceline.torch_private.observed import DDP_NODE, saved
 
+MEANS = {"MeanBackward0", "MeanBackward1"}
+LOSSES = {"NllLossBackward0", "NllLoss2DBackward0", "NllLossNdBackward0", "MseLossBackward0", "SmoothL1LossBackward0",
+          "L1LossBackward0", "HuberLossBackward0", "BinaryCrossEntropyBackward0",
+          "BinaryCrossEntropyWithLogitsBackward0", "CrossEntropyLossBackward0", "KlDivBackward0",
+          "SoftMarginLossBackward0", "MultiMarginLossBackward0", "MultilabelMarginLossBackward0"}  # fmt: skip
+TRANSPARENT = {"ToCopyBackward0", "CloneBackward0", "ViewBackward0", "SqueezeBackward0", "ReshapeAliasBackward0",
+               "NegBackward0", "RsubBackward1"}  # fmt: skip
+SCALED = {"DivBackward0", "DivBackward1", "MulBackward0", "MulBackward1"}
+ADDED = ("AddBackward0", "SubBackward0")
 _MIN_DIVISOR = 1.9  # a factor above 1 / this is a weight, and not a division by the number of micro-batches
+_DEPTH = 12  # nodes between a loss and what it is a mean of
+_MAX_DEPTH, _MAX_TERMS = 40, 8
+_MAX_WEIGHTS = 4096  # elements of a vector of weights
+_SIGN = 1 << 63  # a negative number is saved as one without a sign
+_SUMS = ("SumBackward0", "MeanBackward0")
+_OF_ROWS = ("SumBackward1", "MeanBackward1")
+_PRODUCTS = ("MmBackward0", "AddmmBackward0")
+_PER_ROW = ("SoftmaxBackward0", "LogSoftmaxBackward0", "SigmoidBackward0", "IndexBackward0", "ExpBackward0")
+_PICKS = ("IndexBackward0", "MaskedSelectBackward0")
+_SHAPES = (*TRANSPARENT, "UnsqueezeBackward0", "ExpandBackward0", "TransposeBackward0", "PermuteBackward0",
+           "TBackward0", "UnsafeViewBackward0")  # fmt: skip
+_ELEMENTWISE = ("PowBackward0", "SubBackward0", "AddBackward0", "AbsBackward0", "NegBackward0", *LOSSES)
+
+Term = dict[str, Any]
+Factor = tuple[bool, float]  # is it a division? what is multiplied by
+Step = tuple[Any, str, list[Any]]  # a node, its name, the nodes below it
+
+
+# --- the nodes
+
+
+def _below(node: Any) -> list[Any]:
+    return [child for child, _ in node.next_functions if child is not None]
+
+
+def _down(node: Any, depth: int = _MAX_DEPTH) -> Iterator[Step]:
+    """A node and those below it, always the first child's."""
+    for _ in range(depth):
+        if node is None:
+            return
+        below = _below(node)
+        yield node, node.name(), below
+        node = next(iter(below), None)
+
+
+def _opaque(node: Any) -> Any:
+    """The first node from this one on that does something to the values; None where there is none."""
+    return next((one for one, name, _ in _down(node) if name not in TRANSPARENT), None)
+
+
+def _reduction(node: Any) -> str:
+    """How a loss is reduced: "none", "mean" or "sum"."""
+    return ("none", "mean", "sum")[saved(node, "reduction", 1)]
+
+
+def _factor(node: Any) -> float | None:
+    """The single number by which a node multiplies; None where there is no such number."""
+    value = saved(node, "other")
+    value = saved(node, "self") if value is None else value
+    if node.name() not in SCALED or value is None or (isinstance(value, torch.Tensor) and value.numel() != 1):
+        return None
+    number = float(value)
+    return number if not node.name().startswith("Div") else 1 / number if number else None
+
+
+def _divides(node: Any) -> bool:
+    """Does a node multiply by 1/2 or less?"""
+    factor = _factor(node)
+    return factor is not None and 0 < abs(factor) <= 1 / _MIN_DIVISOR
+
+
+def _is_sum(node: Any) -> bool:
+    """Is it the sum of elements, or of a loss with reduction="sum"?"""
+    node = _opaque(node)
+    name = "" if node is None else node.name()
+    return name in ("SumBackward0", "SumBackward1") or (name in LOSSES and _reduction(node) == "sum")
+
+
+# --- the loss as a whole
 
 
 def loss_kind(root: torch.Tensor) -> str:
     """ "mean": a mean, or a sum of means (of weighted ones, where one has more than half of its weight). "divided": a
     mean times 1/2 or less. "other": neither can be said."""
-    return _kind(root.grad_fn, 12)
+    return _kind(root.grad_fn, _DEPTH)
 
 
 def _kind(node: Any, depth: int) -> str:
-    for _ in range(depth):
-        if node is None:
-            return "other"
-        name, children = node.name(), _children(node)
-        if name in _MEANS:
-            return "divided" if any(_divides(child) for child in children) else "mean"
-        if name in _LOSSES and saved(node, "reduction", 1) == 1:
+    for one, name, below in _down(node, depth):
+        if name in MEANS:
+            return "divided" if any(map(_divides, below)) else "mean"
+        if name in LOSSES and _reduction(one) == "mean":
             return "mean"
-        if name in _SCALED:
-            factor = _factor(node)
-            if factor is None and name.startswith("Div"):
-                return "divided"
-            if factor is not None and any(
-                math.isclose(factor * count, 1.0, rel_tol=1e-6) for count in _counts(children)
-            ):
+        if name in ADDED:
+            kinds = {_kind(child, depth - 1) for child in below}
+            return next((kind for kind in ("other", "mean") if kind in kinds), "divided")
+        if name in SCALED:
+            factor = _factor(one)
+            if factor is not None and any(math.isclose(factor * n, 1.0, rel_tol=1e-6) for n in _counts(below)):
                 return "mean"
-            if factor is not None and 0 < abs(factor) <= 1 / _MIN_DIVISOR:
+            if _divides(one) or (factor is None and name.startswith("Div")):
                 return "divided"
-        elif name in ("AddBackward0", "SubBackward0"):
-            kinds = {_kind(child, depth - 1) for child in children}
-            return "other" if "other" in kinds else "mean" if "mean" in kinds else "divided"
-        elif name not in _TRANSPARENT:
+        elif name not in TRANSPARENT:
             return "other"
-        node = next(iter(children), None)
     return "other"
+
+
+def _counts(nodes: list[Any]) -> tuple[int, ...]:
+    """How many elements, or examples, a node has summed: a division by one of these makes a mean of the sum."""
+    node = _opaque(next(iter(nodes), None))
+    name = "" if node is None else node.name()
+    if name == "SumBackward0":
+        shape = tuple(saved(node, "self_sym_sizes", ()))
+        return (math.prod(shape), shape[0]) if shape else ()
+    target = saved(node, "target")
+    if name in LOSSES and _reduction(node) == "sum" and target is not None and target.dim():
+        return (target.numel(), target.shape[0])
+    return ()
 
 
 def loss_divisor(root: torch.Tensor) -> list[float] | None:
@@ -60,95 +151,213 @@ def loss_divisor(root: torch.Tensor) -> list[float] | None:
     The first is the number of targets that are not ignored, the weights of their classes, or what the script divides a
     sum by. Of several losses that are added, the first that has such a number counts. None: there is none.
     """
-    return _divisor(root.grad_fn, 12)
+    return _divisor(root.grad_fn, _DEPTH)
 
 
 def _divisor(node: Any, depth: int) -> list[float] | None:
     factor = 1.0
-    for _ in range(depth):
-        if node is None:
-            return None
-        name, children = node.name(), _children(node)
-        if name in _LOSSES:
-            total = saved(node, "total_weight")
-            return [float(total), factor] if total is not None and saved(node, "reduction", 1) == 1 else None
-        if name in _SCALED:
-            by = _factor(node)
-            if not by:
-                return None
-            if name.startswith("Div") and _is_sum(next(iter(children), None)):
-                return [1 / by, factor]
-            factor *= by
-        elif name in ("AddBackward0", "SubBackward0"):
-            parts = (_divisor(child, depth - 1) for child in children)
+    for one, name, below in _down(node, depth):
+        if name in LOSSES:
+            total = saved(one, "total_weight")
+            return [float(total), factor] if total is not None and _reduction(one) == "mean" else None
+        if name in ADDED:
+            parts = (_divisor(child, depth - 1) for child in below)
             found = next((part for part in parts if part is not None), None)
             return None if found is None else [found[0], factor * found[1]]
-        elif name not in _TRANSPARENT:
+        by = _factor(one)
+        if by and name.startswith("Div") and _is_sum(next(iter(below), None)):
+            return [1 / by, factor]
+        if not by and name not in TRANSPARENT:
             return None
-        node = next(iter(children), None)
+        factor *= by or 1.0
     return None
-
-
-def _divides(node: Any) -> bool:
-    """Does a node multiply by 1/2 or less?"""
-    factor = _factor(node) if node.name() in _SCALED else None
-    return factor is not None and 0 < abs(factor) <= 1 / _MIN_DIVISOR
-
-
-def _counts(nodes: list[Any]) -> tuple[int, ...]:
-    """How many elements, or examples, a node has summed: a division by one of these makes a mean of the sum."""
-    node = next(iter(nodes), None)
-    while node is not None and node.name() in _TRANSPARENT:
-        node = next(iter(_children(node)), None)
-    if node is None:
-        return ()
-    if node.name() == "SumBackward0":
-        shape = tuple(saved(node, "self_sym_sizes", ()))
-        return (math.prod(shape), shape[0]) if shape else ()
-    target = saved(node, "target")
-    if node.name() in _LOSSES and saved(node, "reduction", 1) == 2 and target is not None and target.dim():
-        return (target.numel(), target.shape[0])
-    return ()
 
 
 def mean_sizes(root: torch.Tensor) -> list[list[float]]:
     """For each term of a loss that is a mean of elements: [their number, by what that mean is multiplied]. A mean of
     targets, some of which may be ignored, is not among them: `loss_divisor` has it. Of a mean of means (over the
     elements of a row, then over rows) the outer one counts."""
-    return list(_means(root.grad_fn, 1.0, 12))
+    return list(_means(root.grad_fn, 1.0, _DEPTH))
 
 
 def _means(node: Any, factor: float, depth: int) -> Iterator[list[float]]:
-    for left in range(depth, 0, -1):
-        if node is None:
+    for left, (one, name, below) in enumerate(_down(node, depth)):
+        if name in MEANS or name in LOSSES:
+            size = _mean_size(one) if name in MEANS else _loss_size(one)
+            yield from [[size, factor]] if size else []
             return
-        name, children = node.name(), _children(node)
-        if name in _MEANS:
-            size = _mean_size(node)
-            if size:
-                yield [size, factor]
+        if name in ADDED:
+            for child in below:
+                yield from _means(child, factor, depth - left - 1)
             return
-        if name in _LOSSES:
-            rows = saved(node, "self")
-            if saved(node, "total_weight") is None and saved(node, "reduction", 1) == 1 and rows is not None:
-                yield [rows.numel(), factor]
+        by = _factor(one)
+        if not by and name not in TRANSPARENT:
             return
-        if name in ("AddBackward0", "SubBackward0"):
-            for child in children:
-                yield from _means(child, factor, left - 1)
-            return
-        if name in _SCALED:
-            by = _factor(node)
-            if not by:
-                return
-            factor *= by
-        elif name not in _TRANSPARENT:
-            return
-        node = next(iter(children), None)
+        factor *= by or 1.0
 
 
 def _mean_size(node: Any) -> int:
     """How many elements a mean of one number has averaged; 0: not known."""
     shape = tuple(saved(node, "self_sym_sizes", ()))
-    dims = [dim - (dim > len(shape)) * 2**64 for dim in saved(node, "dim", ())]  # torch keeps -1 as an unsigned number
+    dims = [dim - (dim > len(shape)) * 2 * _SIGN for dim in saved(node, "dim", ())]
     return math.prod(shape[dim] for dim in dims or range(len(shape))) if shape else 0
+
+
+def _loss_size(node: Any) -> int:
+    """How many elements a loss function has averaged that ignores none; 0: another loss."""
+    rows = saved(node, "self")
+    plain = saved(node, "total_weight") is None and _reduction(node) == "mean"
+    return rows.numel() if plain and rows is not None else 0
+
+
+# --- its terms
+
+
+def loss_terms(root: torch.Tensor) -> list[Term]:
+    """The terms of a loss; [] where it has only one that says nothing."""
+    found: list[Term] = []
+    _walk(root.grad_fn, [], None, found, _MAX_DEPTH)
+    return found if len(found) > 1 or any(t["count"] or t["weights"] for t in found) else []
+
+
+def _walk(node: Any, factors: list[Factor], outer: list[Factor] | None, found: list[Term], depth: int) -> None:
+    """Add the terms below a node. factors: the numbers on the way to it, below the first sum; outer: those above it."""
+    last = None
+    for one, name, below in _down(node, depth):
+        last, by = next(iter(below), None), _factor(one)
+        parts = _stacked(below) if name in _SUMS else []
+        if len(found) >= _MAX_TERMS:
+            return
+        if name in ADDED and len(below) > 1:
+            outer, factors, parts = (factors, [], below) if outer is None else (outer, factors, below)
+        elif parts and name in MEANS:
+            factors = [*factors, (True, 1 / len(parts))]
+        if parts:
+            for part in parts:
+                _walk(part, list(factors), outer, found, depth - 1)
+            return
+        if name in LOSSES:
+            found.append(_loss(one, factors, outer))
+            return
+        if name in _SUMS or name == "DotBackward0" or (name in _OF_ROWS and _is_vector(one)):
+            found.append(_sum(one, factors, outer))
+            return
+        if by is not None:
+            factors.append((name.startswith("Div"), by))
+        elif name not in TRANSPARENT and not name.startswith(DDP_NODE):
+            found.append(_term("other", factors, outer))
+            return
+    if node is not None and last is not None:  # it is deeper
+        found.append(_term("other", factors, outer))
+
+
+def _stacked(below: list[Any]) -> list[Any]:
+    """Of a total of stacked numbers, such as a loss of each layer: their nodes."""
+    return _below(below[0]) if len(below) == 1 and below[0].name() == "StackBackward0" else []
+
+
+def _is_vector(node: Any) -> bool:
+    """Does a sum over a dimension have just one?"""
+    return len(saved(node, "self_sym_sizes", ())) == 1
+
+
+def _loss(node: Any, factors: list[Factor], outer: list[Factor] | None) -> Term:
+    """The term of a loss function."""
+    reduction = _reduction(node)
+    if reduction == "sum":
+        return _term("sum", factors, outer, _nearest_divisor(factors), _targets(node))
+    total, given = saved(node, "total_weight"), saved(node, "self")
+    count = None if total is None or reduction != "mean" else float(total)
+    if count is None and given is not None and _picks(node):
+        count = float(given.numel())
+    return _term("mean" if reduction == "mean" else "other", factors, outer, count, count)
+
+
+def _sum(node: Any, factors: list[Factor], outer: list[Factor] | None) -> Term:
+    """The term of a sum or mean of all elements, or of a dot product."""
+    weights = _weights(node if node.name() == "DotBackward0" else next(iter(_below(node)), None))
+    if weights is not None:
+        return _term("weighed", factors, outer, weights=weights)
+    if node.name() in MEANS:
+        count = (float(saved(node, "self_sym_numel", 0)) or None) if _picks(node) else None
+        return _term("mean", factors, outer, count, count)
+    return _term("other" if node.name() == "DotBackward0" else "sum", factors, outer, _nearest_divisor(factors))
+
+
+def _nearest_divisor(factors: list[Factor]) -> float | None:
+    """Take out of the factors what the sum below them is divided by: the division that is nearest to it."""
+    place = max((n for n, (divides, by) in enumerate(factors) if divides and by), default=None)
+    return None if place is None else 1 / factors.pop(place)[1]
+
+
+def _term(
+    kind: str, factors: list[Factor], outer: list[Factor] | None, count: float | None = None, own: float | None = None,
+    weights: list[Any] | None = None,
+) -> Term:  # fmt: skip
+    inner, common = ([by for _, by in part] for part in (factors, outer or []))
+    return {
+        "kind": kind,
+        "count": count,
+        "own": own,
+        "factor": math.prod((*inner, *common)),
+        "inner": inner,
+        "divided": [1 / by for divides, by in factors if divides and by],
+        "outer": common,
+        "weights": weights,
+    }
+
+
+def _targets(node: Any) -> float | None:
+    """How many targets a loss with reduction="sum" counts; None where they cannot be counted."""
+    target, ignored = saved(node, "target"), saved(node, "ignore_index")
+    if target is None or ignored is None or saved(node, "weight") is not None:
+        return None
+    ignored = ignored - 2 * _SIGN if ignored >= _SIGN else ignored
+    return float((target != ignored).sum())
+
+
+def _picks(node: Any) -> bool:
+    """Is it a mean over elements that a mask has picked, whose number differs from batch to batch?"""
+    steps = list(_down(node, 7))[1:]
+    names = [name for _, name, _ in steps]
+    picked = next((n for n, name in enumerate(names) if name in _PICKS), None)
+    return picked is not None and all(name in (*_ELEMENTWISE, *TRANSPARENT, *SCALED) for name in names[:picked])
+
+
+def _weights(node: Any) -> list[Any] | None:
+    """Of a product of a constant vector with means over this rank's rows: [checksum, sum, number of elements]."""
+    found = next((s for s in _down(node) if s[1] not in TRANSPARENT and not _factor(s[0])), None)
+    if found is None or found[1] not in ("MulBackward0", "DotBackward0"):
+        return None
+    product, _, below = found
+    given = [saved(product, name) for name in ("self", "other", "tensor")]
+    constants = [one for one in given if isinstance(one, torch.Tensor)]
+    if len(constants) != 1 or len(below) != 1 or constants[0].requires_grad:
+        return None
+    vector = constants[0].detach()
+    if not 2 <= vector.numel() <= _MAX_WEIGHTS or not vector.is_floating_point() or bool((vector < 0).any()):
+        return None
+    of_rows = _is_of_rows(below[0], vector.numel(), _MAX_DEPTH)
+    return [digest(vector, most=SOME), float(vector.sum()), vector.numel()] if of_rows else None
+
+
+def _is_of_rows(node: Any, columns: int, depth: int) -> bool:
+    """Is it a sum or mean over the rows of a matrix, or a sum of several such, times numbers?"""
+    for one, name, below in _down(node, depth):
+        if name in _OF_ROWS:
+            dims, shape = saved(one, "dim", ()), saved(one, "self_sym_sizes", ())
+            first = any(d in (0, 2 * _SIGN - len(shape)) for d in dims)
+            return first and _is_of_layer(next(iter(below), None), columns)
+        if name == "AddBackward0":
+            return any(_is_of_rows(child, columns, depth - 1) for child in below)
+        if name not in _SHAPES and _factor(one) is None:
+            return False
+    return False
+
+
+def _is_of_layer(node: Any, columns: int) -> bool:
+    """Are these the outputs of a linear layer with so many of them, perhaps normalised? Then a row is one of all the
+    rank's examples or tokens. (A sum over the first dimension of others may be one over time.)"""
+    layer = next((s for s in _down(node) if s[1] not in (*_PER_ROW, *_SHAPES, *SCALED)), None)
+    sizes = saved(layer[0], "mat2_sym_sizes", ()) if layer is not None and layer[1] in _PRODUCTS else ()
+    return tuple(sizes)[-1:] == (columns,)

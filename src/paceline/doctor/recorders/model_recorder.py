@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import call_after, call_before, patch
-from paceline.doctor.recorders.tensor_digests import digest, tensors_in
+from paceline.doctor.recorders.shared_state import number_of, set_number
+from paceline.observe.digests import SOME, digest, tensors_in
+from paceline.observe.event_log import EventLog
 from paceline.torch_private.core import (
     BatchNormBase,
     DropoutBase,
@@ -51,7 +52,6 @@ class ModelRecorder:
         self._ddp_wrapping: Any = WeakIdKeyDictionary()  # module -> the number of the DDP module that wraps it
         self._unwrapped: Any = WeakIdKeyDictionary()  # root modules that an optimizer trains
         self._patched_classes: set[type] = set()  # classes whose forward is patched: of wrapped modules and of these
-        self._past_count = 0
         self.sync_off = False  # has FSDP been told not to reduce?
         self._no_sync_lines: set[tuple[Any, ...]] = set()  # lines with a call of no_sync
         # parameter -> (the line that makes it, number of DDP modules at that time)
@@ -62,7 +62,6 @@ class ModelRecorder:
         self.unfrozen_at: Any = WeakIdKeyDictionary()
         self.sharded: Any = WeakIdKeyDictionary()  # parameters of which this process holds a shard
         self.ddp_modules: Any = weakref.WeakSet()
-        self._forward_count = self._init_count = self._replaced_count = 0
         self.rows: int | None = None  # of the first input of the last forward in training mode
         self._hooked_here: Any = WeakIdKeyDictionary()  # parameters with a hook of this recorder
         # batch norm -> (events while its weight was frozen, while it was trained)
@@ -77,7 +76,7 @@ class ModelRecorder:
 
     def after_init(self, module: Any, /, *_: Any, **__: Any) -> None:
         """A DDP module has been constructed."""
-        number = module.__dict__["_paceline_doctor"] = self.ddp_count
+        number = set_number(module, self.ddp_count)
         self.ddp_count += 1
         self.ddp_modules.add(module)
         parameters = [(name, p) for name, p in module.module.named_parameters() if p.requires_grad]
@@ -121,55 +120,46 @@ class ModelRecorder:
         cls = type(module)
         if cls not in self._patched_classes and not isinstance(module, torch.jit.ScriptModule):
             self._patched_classes.add(cls)
-            patch(cls, "forward", self.wrap_inner_forward)
+            self.log.patches.around(cls, "forward", self.around_inner_forward)
 
-    def wrap_forward(self, original: Any) -> Any:
-        def forward(module: Any, /, *args: Any, **options: Any) -> Any:
-            number = module.__dict__.get("_paceline_doctor")
-            if torch.compiler.is_compiling() or number is None or not self.log.active:
-                return original(module, *args, **options)
-            self._run_before_forward()
-            if torch.is_grad_enabled():
-                (self.synced_forwards if module.require_backward_grad_sync else self.unsynced_forwards).add(number)
-                self.record_mode(module.module, number)
-                if module.module.training:  # Lightning switches this one alone
-                    self.record_inputs(number, (args, options))
-            self._forward_depth += 1
-            try:
-                return original(module, *args, **options)
-            finally:
-                self._forward_depth -= 1
+    def around_forward(self, module: Any, /, *args: Any, **options: Any) -> Generator[None, Any, None]:
+        number = number_of(module)
+        if number is None:
+            return
+        self._run_before_forward()
+        if torch.is_grad_enabled():
+            (self.synced_forwards if module.require_backward_grad_sync else self.unsynced_forwards).add(number)
+            self.record_mode(module.module, number)
+            if module.module.training:  # Lightning switches this one alone
+                self.record_inputs(number, (args, options))
+        yield from self._inside_forward()
 
-        return forward
+    def _inside_forward(self) -> Generator[None, Any, None]:
+        self._forward_depth += 1
+        try:
+            yield
+        finally:
+            self._forward_depth -= 1
 
     def _run_before_forward(self) -> None:
         if self.before_forward is not None:
             due, self.before_forward = self.before_forward, None
             due()
 
-    def wrap_inner_forward(self, original: Any) -> Any:
+    def around_inner_forward(self, module: Any, /, *args: Any, **options: Any) -> Generator[None, Any, None]:
         """The forward of a class whose instances DDP may wrap: is one called past DDP?"""
-
-        def forward(module: Any, /, *args: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or self._forward_depth or not self.log.active:
-                return original(module, *args, **options)
-            self._run_before_forward()
-            number = self._ddp_wrapping.get(module)
-            if number is not None and torch.is_grad_enabled() and self._past_count < _MAX_PAST:
-                self._past_count += 1
-                at = self.log.caller(lambda frame: frame.f_locals.get("self") is module)
-                self.log.record("past", at=at, ddp=number)
-            elif module in self._unwrapped and torch.is_grad_enabled():
-                self.record_mode(module, None)
-                if module.training:
-                    self.record_inputs(None, (args, options))
-            self._forward_depth += 1
-            try:
-                return original(module, *args, **options)
-            finally:
-                self._forward_depth -= 1
-
-        return forward
+        if self._forward_depth:
+            return
+        self._run_before_forward()
+        number = self._ddp_wrapping.get(module)
+        if number is not None and torch.is_grad_enabled() and self.log.few("past", _MAX_PAST):
+            at = self.log.stack.caller(lambda frame: frame.f_locals.get("self") is module)
+            self.log.record("past", at=at, ddp=number)
+        elif module in self._unwrapped and torch.is_grad_enabled():
+            self.record_mode(module, None)
+            if module.training:
+                self.record_inputs(None, (args, options))
+        yield from self._inside_forward()
 
     def before_gradient_sync(self, module: Any, /, requires_gradient_sync: bool = True, **_: Any) -> None:
         """FSDPModule.set_requires_gradient_sync."""
@@ -179,7 +169,7 @@ class ModelRecorder:
 
     def before_no_sync(self, *_: Any, **__: Any) -> None:
         """Record the lines that call no_sync, once each."""
-        at = self.log.caller()
+        at = self.log.stack.caller()
         if at and tuple(at) not in self._no_sync_lines:
             self._no_sync_lines.add(tuple(at))
             self.log.record("no_sync", at=at)
@@ -188,12 +178,12 @@ class ModelRecorder:
         """Assigning a parameter to an attribute of a module calls it too."""
         old = parameters_of(module).get(name)
         if param is not None:
-            at = self.log.caller(lambda frame: frame.f_code.co_name == "__init__")
+            at = self.log.stack.caller(lambda frame: frame.f_code.co_name == "__init__")
             self.made_at.setdefault(param, (at, self.ddp_count))
             if self.ddp_count:
-                self.made_by.setdefault(param, self.log.script_stack())
-            if old is not None and old is not param and old in self.ddp_of and self._replaced_count < _MAX_PAST:
-                self._replaced_count += 1
+                self.made_by.setdefault(param, self.log.stack.script_stack())
+            replaces = old is not None and old is not param and old in self.ddp_of
+            if replaces and self.log.few("replaced", _MAX_PAST):
                 self.log.record("replaced", at=at)
 
     def before_requires_grad(self, thing: Any, requires_grad: bool = True) -> None:
@@ -201,78 +191,62 @@ class ModelRecorder:
         if self.ddp_count and requires_grad:
             for p in thing.parameters() if isinstance(thing, nn.Module) else (thing,):
                 if not p.requires_grad:
-                    self.unfrozen_at[p] = self.log.caller()
+                    self.unfrozen_at[p] = self.log.stack.caller()
 
     def after_load_state_dict(self, *_: Any, **__: Any) -> None:
         self.log.record("loaded")
 
     def before_initializer(self, tensor: Any, *_: Any, **__: Any) -> None:
         """A function of torch.nn.init: record calls for parameters that DDP holds already."""
-        if self.ddp_count and self._init_count < _MAX_PAST and tensor in self.ddp_of:
-            self._init_count += 1
+        if self.ddp_count and tensor in self.ddp_of and self.log.few("initialized", _MAX_PAST):
             self.log.record("initialized")
 
     def record_inputs(self, number: int | None, inputs: Any) -> None:
-        self.log.draws.before_forward()
+        self.log.shared.draws.before_forward()
         first = next(tensors_in(inputs), None)
         self.rows = first.shape[0] if first is not None and first.dim() else None
-        if self._forward_count >= _MAX_DIGESTED:
-            return
-        self._forward_count += 1
-        with self.log.overhead():
+        if self.log.few("forward", _MAX_DIGESTED):
             tensors = [leaf for leaf in tensors_in(inputs) if leaf.numel() > 0 and leaf.device.type != "meta"][:4]
-            digests = [digest(leaf) for leaf in tensors]
-            self.log.record("forward", ddp=number, digest=digests)
+            self.log.record("forward", ddp=number, digest=[digest(leaf, most=SOME) for leaf in tensors])
 
-    def wrap_train(self, original: Any) -> Any:
-        def train(module: Any, /, *args: Any, **options: Any) -> Any:
-            if not self._train_depth and self.log.active:
-                self._train_line = self.log.caller()
-            self._train_depth += 1
-            try:
-                return original(module, *args, **options)
-            finally:
-                self._train_depth -= 1
-
-        return train
+    def around_train(self, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        if not self._train_depth:
+            self._train_line = self.log.stack.caller()
+        self._train_depth += 1
+        try:
+            yield
+        finally:
+            self._train_depth -= 1
 
     def record_mode(self, module: nn.Module, number: int | None) -> None:
         """Before a forward with gradients: which of the parts that depend on their mode are in evaluation mode?"""
-        with self.log.overhead():
-            parts = self._mode_parts.get(module)
-            if parts is None:
-                parts = [(name, weakref.ref(part)) for name, part in module.named_modules() if _depends_on_mode(part)]
-                self._mode_parts[module] = parts
-            alive = [(name, part()) for name, part in parts]
-            still = [name for name, part in alive if part is not None and not part.training]
-            if self._eval_parts.get(module, None) != still:
-                self._eval_parts[module] = still
-                about: dict[str, Any] = {
-                    "module": type(module).__name__,
-                    "ddp": number,
-                    "still": still[:_MAX_NAMED],
-                    "count": len(still),
-                }
-                self.log.record(
-                    "mode", at=self._train_line, **about, of=len(parts), digest=zlib.crc32(str(still).encode())
-                )
+        parts = self._mode_parts.get(module)
+        if parts is None:
+            parts = [(name, weakref.ref(part)) for name, part in module.named_modules() if _depends_on_mode(part)]
+            self._mode_parts[module] = parts
+        alive = [(name, part()) for name, part in parts]
+        still = [name for name, part in alive if part is not None and not part.training]
+        if self._eval_parts.get(module, None) != still:
+            self._eval_parts[module] = still
+            about: dict[str, Any] = {
+                "module": type(module).__name__,
+                "ddp": number,
+                "count": len(still),
+                "of": len(parts),
+            }
+            digest_of_names = zlib.crc32(str(still).encode())
+            self.log.record("mode", at=self._train_line, still=still[:_MAX_NAMED], digest=digest_of_names, **about)
 
-    def wrap_post_forward(self, original: Any) -> Any:
-        def _post_forward(module: Any, /, output: Any) -> Any:
-            if not module.find_unused_parameters or torch.compiler.is_compiling() or not self.log.active:
-                return original(module, output)
+    def around_post_forward(self, module: Any, /, _: Any) -> Generator[None, Any, None]:
+        if module.find_unused_parameters:
             began = self.log.clock()
-            result = original(module, output)
+            yield
             if torch.is_grad_enabled() and module.require_backward_grad_sync:
-                seconds = self.log.clock() - began
-                self.log.record("search", at=[], ddp=module.__dict__.get("_paceline_doctor"), seconds=seconds)
-            return result
-
-        return _post_forward
+                self.log.record("search", at=[], ddp=number_of(module), seconds=self.log.clock() - began)
 
     def rebuilds_buckets(self, module: Any) -> bool:
         """Does the forward that starts now rebuild DDP's buckets? The first one after a reduction does, in C++."""
-        number = module.__dict__.get("_paceline_doctor")
+        number = number_of(module)
         static = bool(getattr(module, "static_graph", False))
         if not torch.is_grad_enabled() or (module.find_unused_parameters and not static):
             return False
@@ -290,64 +264,43 @@ class ModelRecorder:
     def pop_reached(self, number: int) -> int | None:
         """How many of a DDP module's parameters the last backward reached on this rank; None: not known."""
         seen = self._reached.get(number)
-        if seen is None:
-            return None
-        count = len(seen)
-        seen.clear()
+        count = None if seen is None else len(seen)
+        (seen or set()).clear()
         return count
 
-    def wrap_batch_norm(self, original: Any) -> Any:
-        def forward(module: Any, /, *args: Any, **options: Any) -> torch.Tensor:
-            if torch.compiler.is_compiling():
-                return original(module, *args, **options)
-            x = args[0] if args else options.get("input")
-            if module.training and isinstance(x, torch.Tensor):
-                wanted = self._wants_norm(module, module.weight)
-                names = [f"{owner}.{name}" for owner, name in _names_of(module)] if wanted else []
-                self._record_norm(
-                    module, x, module.weight, self._ddp_holding.get(module), min(names, key=len, default="")
-                )
-            self._in_batch_norm = True
-            try:
-                return original(module, *args, **options)
-            finally:
-                self._in_batch_norm = False
+    def around_batch_norm(self, module: Any, /, *args: Any, **options: Any) -> Generator[None, Any, None]:
+        x = args[0] if args else options.get("input")
+        if module.training and isinstance(x, torch.Tensor) and self._wants_norm(module, module.weight):
+            names = [f"{owner}.{name}" for owner, name in _names_of(module)]
+            name = min(names, key=len, default="")
+            self._record_norm(module, x, module.weight, self._ddp_holding.get(module), name)
+        self._in_batch_norm = True
+        try:
+            yield
+        finally:
+            self._in_batch_norm = False
 
-        return forward
-
-    def wrap_functional_batch_norm(self, original: Any) -> Any:
+    def before_functional_batch_norm(self, *args: Any, **options: Any) -> None:
         """torch.nn.functional.batch_norm, called by a module of the script's own."""
-        names = ("input", "running_mean", "running_var", "weight", "bias", "training")
-
-        def batch_norm(*args: Any, **options: Any) -> Any:
-            if torch.compiler.is_compiling() or self._in_batch_norm:
-                return original(*args, **options)
-            given = {**dict(zip(names, args)), **options}
-            if given.get("training"):
-                weight = given.get("weight")
-                buffer = given.get("running_mean")
-                number = None if weight is None else self.ddp_of.get(weight)
-                number = self._ddp_holding.get(buffer) if number is None and buffer is not None else number
-                key = weight if weight is not None else buffer
-                if key is not None:
-                    self._record_norm(key, given["input"], weight, number, f"batch_norm of {tuple(key.shape)}")
-            return original(*args, **options)
-
-        return batch_norm
+        given = {**dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args)), **options}
+        weight, buffer = given.get("weight"), given.get("running_mean")
+        key = weight if weight is not None else buffer
+        if self._in_batch_norm or not given.get("training") or key is None or not self._wants_norm(key, weight):
+            return
+        number = None if weight is None else self.ddp_of.get(weight)
+        number = self._ddp_holding.get(buffer) if number is None and buffer is not None else number
+        self._record_norm(key, given["input"], weight, number, f"batch_norm of {tuple(key.shape)}")
 
     def _wants_norm(self, key: Any, weight: Any) -> bool:
         times = self._norm_counts.get(key, (0, 0))[_is_trained(weight)]
-        return bool(times < _MAX_NORM_EVENTS and torch.is_grad_enabled() and self.log.active)
+        return bool(times < _MAX_NORM_EVENTS and torch.is_grad_enabled())
 
     def _record_norm(self, key: Any, x: torch.Tensor, weight: Any, number: int | None, name: str) -> None:
         """A batch norm in training mode is about to compute. key: its module, weight or buffer."""
-        if not self._wants_norm(key, weight):
-            return
         frozen, trained = self._norm_counts.get(key, (0, 0))
         self._norm_counts[key] = (frozen, trained + 1) if _is_trained(weight) else (frozen + 1, trained)
-        with self.log.overhead():
-            kind = type(key).__name__ if isinstance(key, nn.Module) else "batch norm"
-            self.log.record("norm", name=name, size=x.shape[0], trained=_is_trained(weight), ddp=number, kind=kind)
+        kind = type(key).__name__ if isinstance(key, nn.Module) else "batch norm"
+        self.log.record("norm", name=name, size=x.shape[0], trained=_is_trained(weight), ddp=number, kind=kind)
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
@@ -356,8 +309,9 @@ def _depends_on_mode(module: nn.Module) -> bool:
         return bool(getattr(module, "p", 0) or getattr(module, "dropout", 0))
     if isinstance(module, nn.Module) and type(module).__module__.startswith("torch.nn."):
         return isinstance(module, (NormBase, nn.RReLU)) or bool(getattr(module, "dropout", 0.0))
-    methods = [vars(cls).get("forward") for cls in type(module).__mro__ if cls is not nn.Module]
-    return any("training" in getattr(getattr(method, "__code__", None), "co_names", ()) for method in methods)
+    methods = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls) and cls is not nn.Module]
+    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]  # not of a patched function
+    return any("training" in getattr(code, "co_names", ()) for code in codes)
 
 
 def _is_trained(weight: Any) -> bool:
@@ -391,19 +345,19 @@ def parameter_names() -> Any:
 
 
 def install(log: EventLog) -> None:
-    models = ModelRecorder(log)
-    log.models = models
-    call_after(log, DistributedDataParallel, "__init__", models.after_init)
-    patch(DistributedDataParallel, "forward", models.wrap_forward)
+    models, patches = ModelRecorder(log), log.patches
+    log.shared.models = models
+    patches.after(DistributedDataParallel, "__init__", models.after_init)
+    patches.around(DistributedDataParallel, "forward", models.around_forward)
     if hasattr(DistributedDataParallel, DDP_AFTER_FORWARD):
-        patch(DistributedDataParallel, DDP_AFTER_FORWARD, models.wrap_post_forward)
-    call_before(log, DistributedDataParallel, "no_sync", models.before_no_sync)
-    call_before(log, nn.Module, "register_parameter", models.before_register_parameter)
-    call_before(log, nn.Module, "requires_grad_", models.before_requires_grad)
-    call_before(log, torch.Tensor, "requires_grad_", models.before_requires_grad)
-    call_after(log, nn.Module, "load_state_dict", models.after_load_state_dict)
+        patches.around(DistributedDataParallel, DDP_AFTER_FORWARD, models.around_post_forward)
+    patches.before(DistributedDataParallel, "no_sync", models.before_no_sync)
+    patches.before(nn.Module, "register_parameter", models.before_register_parameter)
+    patches.before(nn.Module, "requires_grad_", models.before_requires_grad)
+    patches.before(torch.Tensor, "requires_grad_", models.before_requires_grad)
+    patches.after(nn.Module, "load_state_dict", models.after_load_state_dict)
     for name in [n for n in vars(nn.init) if n.endswith("_") and not n.startswith("_") and callable(vars(nn.init)[n])]:
-        call_before(log, nn.init, name, models.before_initializer)
-    patch(nn.Module, "train", models.wrap_train)
-    patch(BatchNormBase, "forward", models.wrap_batch_norm)
-    patch(torch.nn.functional, "batch_norm", models.wrap_functional_batch_norm)
+        patches.before(nn.init, name, models.before_initializer)
+    patches.around(nn.Module, "train", models.around_train)
+    patches.around(BatchNormBase, "forward", models.around_batch_norm)
+    patches.before(torch.nn.functional, "batch_norm", models.before_functional_batch_norm)

@@ -9,13 +9,14 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
 import torch
 
-from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.patching import after_import, call_after, call_before, patch
+from paceline.launcher.import_hook import after_import
+from paceline.observe.event_log import EventLog
 
 _NUMBER = re.compile(r"\d")
 _VALUE = re.compile(r"\d\.\d")  # a decimal number, which the counts of a progress bar are not
@@ -25,96 +26,71 @@ _MAX_OUTPUTS = 3000
 _PREFIX = "module."
 
 
-class _OutputRecorder:
+class OutputRecorder:
     """The output of this process, up to a number of events."""
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
-        self._count = 0
         self._printing = False
 
-    def _record_output(self, how: str, text: str, at: list[Any]) -> None:
-        if at and self._count < _MAX_OUTPUTS and _NUMBER.search(text):
-            self._count += 1
-            self.log.record("said", at=at, how=how, text=text[:120], vars=self.log.variables.numbers())
+    def _record_output(self, how: str, text: str) -> None:
+        if not _NUMBER.search(text):
+            return
+        at = self.log.stack.caller()
+        if at and self.log.few("output", _MAX_OUTPUTS):
+            self.log.record("said", at=at, how=how, text=text[:120], vars=self.log.shared.variables.numbers())
 
-    def wrap_print(self, original: Any) -> Any:
-        def print(*args: Any, **options: Any) -> None:
-            self._printing = True  # it writes to sys.stdout
-            try:
-                original(*args, **options)
-            finally:
-                self._printing = False
-            # `dis` prints so, and datasets hashes functions with it
-            in_memory = isinstance(options.get("file"), io.StringIO)
-            if self.log.active and self._count < _MAX_OUTPUTS and not in_memory:
-                text = " ".join(str(a) for a in args if isinstance(a, _PRINTED))
-                self._record_output("print", text, self.log.caller())
+    def around_print(self, *args: Any, **options: Any) -> Generator[None, Any, None]:
+        self._printing = True  # it writes to sys.stdout
+        try:
+            yield
+        finally:
+            self._printing = False
+        if not isinstance(options.get("file"), io.StringIO):  # `dis` prints so, and datasets hashes functions with it
+            self._record_output("print", " ".join(str(a) for a in args if isinstance(a, _PRINTED)))
 
-        return print
-
-    def wrap_write(self, original: Any) -> Any:
+    def before_write(self, text: str) -> None:
         """sys.stdout.write, which tqdm.write and rich call too."""
+        if not self._printing and _VALUE.search(text):
+            self._record_output("sys.stdout", text)
 
-        def write(text: str) -> Any:
-            if not self._printing and self.log.active and _VALUE.search(text):
-                self._record_output("sys.stdout", text, self.log.caller())
-            return original(text)
-
-        return write
-
-    def wrap_open(self, original: Any) -> Any:
+    def around_open(self, *_: Any, **__: Any) -> Generator[None, Any, None]:
         """open, where the script itself opens a file for writing. What it writes into the file is not recorded."""
-
-        def open(*args: Any, **options: Any) -> Any:
-            file = original(*args, **options)
-            mode = getattr(file, "mode", "")
-            if self.log.active and isinstance(mode, str) and mode[:1] in ("w", "a", "x") and self._count < _MAX_OUTPUTS:
-                at = self.log.caller()
-                if at:
-                    self._count += 1
-                    path = str(getattr(file, "name", ""))
-                    if "b" not in mode and at[0] == sys._getframe(1).f_code.co_filename:
-                        self.log.record("said", at=at, how="file", text=f"into {os.path.basename(path)}", path=path)
-                    else:
-                        self.log.record("wrote", at=at, path=path)
-            return file
-
-        return open
+        file = yield
+        mode = getattr(file, "mode", "")
+        at = self.log.stack.caller() if isinstance(mode, str) and mode[:1] in ("w", "a", "x") else []
+        if not at or not self.log.few("output", _MAX_OUTPUTS):
+            return
+        path = str(getattr(file, "name", ""))
+        if "b" not in mode and self.log.stack.called_by_script():
+            self.log.record("said", at=at, how="file", text=f"into {os.path.basename(path)}", path=path)
+        else:
+            self.log.record("wrote", at=at, path=path)
 
     def after_logging(self, logger: Any, record: Any) -> None:
-        if self._count < _MAX_OUTPUTS and not _OF_TORCH.match(record.name):
-            self._record_output("logging", record.getMessage(), self.log.caller())
+        if not _OF_TORCH.match(record.name):
+            self._record_output("logging", record.getMessage())
 
     def after_json_dump(self, obj: Any, *_: Any, **__: Any) -> None:
-        if self._count < _MAX_OUTPUTS:
-            self._record_output("json.dump", str(obj)[:200], self.log.caller())
+        self._record_output("json.dump", str(obj)[:200])
 
     def patch_tensorboard(self, module: Any) -> None:
-        call_before(self.log, module.SummaryWriter, "add_scalar", self.before_add_scalar)
+        self.log.patches.before(module.SummaryWriter, "add_scalar", self.before_add_scalar)
 
     def before_add_scalar(self, *args: Any, **options: Any) -> None:
-        text = " ".join(map(str, (*args[1:3], *options.values())))
-        self._record_output("TensorBoard", text, self.log.caller())
+        self._record_output("TensorBoard", " ".join(map(str, (*args[1:3], *options.values()))))
 
     # --- checkpoints
 
-    def wrap_save(self, original: Any) -> Any:
-        def save(*args: Any, **options: Any) -> Any:
-            if not self.log.active:
-                return original(*args, **options)
-            began = self.log.clock()
-            result = original(*args, **options)
-            seconds = self.log.clock() - began
-            with self.log.overhead():
-                value, file = (*args, *(options.get(name) for name in ("obj", "f")[len(args) :]))[:2]
-                path = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
-                where = os.path.realpath(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
-                size = os.path.getsize(where) if where and os.path.isfile(where) else 0
-                self.log.record("save", path=where, bytes=size, seconds=seconds, wrapped=_prefixed_name(value))
-            return result
-
-        return save
+    def around_save(self, *args: Any, **options: Any) -> Generator[None, Any, None]:
+        began = self.log.clock()
+        yield
+        seconds = self.log.clock() - began
+        value, file = (*args, *(options.get(name) for name in ("obj", "f")[len(args) :]))[:2]
+        path = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
+        where = os.path.realpath(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
+        size = os.path.getsize(where) if where and os.path.isfile(where) else 0
+        self.log.record("save", path=where, bytes=size, seconds=seconds, wrapped=_prefixed_name(value))
 
 
 def _prefixed_name(value: Any, depth: int = 0) -> str:
@@ -128,13 +104,13 @@ def _prefixed_name(value: Any, depth: int = 0) -> str:
 
 
 def install(log: EventLog) -> None:
-    recorder = _OutputRecorder(log)
-    patch(builtins, "print", recorder.wrap_print)
-    patch(builtins, "open", recorder.wrap_open)
+    recorder, patches = OutputRecorder(log), log.patches
+    patches.around(builtins, "print", recorder.around_print)
+    patches.around(builtins, "open", recorder.around_open)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        patch(sys.stdout, "write", recorder.wrap_write)
-    call_after(log, logging.Logger, "handle", recorder.after_logging)
-    call_after(log, json, "dump", recorder.after_json_dump)
-    patch(torch, "save", recorder.wrap_save)
-    patch(torch.serialization, "save", lambda _: torch.save)
+        patches.before(sys.stdout, "write", recorder.before_write)
+    patches.after(logging.Logger, "handle", recorder.after_logging)
+    patches.after(json, "dump", recorder.after_json_dump)
+    patches.around(torch, "save", recorder.around_save)
+    patches.replace(torch.serialization, "save", torch.save)
     after_import("torch.utils.tensorboard.writer", recorder.patch_tensorboard)

@@ -1,6 +1,6 @@
 """What must be equal on all replicas of a model: weights, gradients, the optimizer's state and settings.
 
-At some steps each rank records samples of these tensors (tensor_digests.sample), which the rules compare. One thing a
+At some steps each rank records samples of these tensors (observe/digests.py), which the rules compare. One thing a
 process can see by itself: that its weights changed between two steps, not by its optimizer.
 """
 
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from paceline.doctor.recorders.event_log import EventLog
-from paceline.doctor.recorders.model_recorder import ModelRecorder, parameter_names
-from paceline.doctor.recorders.tensor_digests import sample
+from paceline.doctor.recorders.model_recorder import parameter_names
+from paceline.doctor.recorders.shared_state import number_of
+from paceline.observe.digests import sample
+from paceline.observe.event_log import EventLog
 from paceline.torch_private.core import BatchNormBase, buffers_of, unsaved_buffers, version_of
 
 _MAX_TENSORS = 2000
@@ -31,11 +32,10 @@ Sample = dict[str, list[float]]
 class ReplicaRecorder:
     """The samples of this process's optimizers."""
 
-    def __init__(self, log: EventLog, models: ModelRecorder) -> None:
-        self._log, self._models = log, models
+    def __init__(self, log: EventLog) -> None:
+        self._log, self._models = log, log.shared.models
         self._names: Any = WeakIdKeyDictionary()  # parameter -> name; weak, since a later one may get a dead one's id
         self._local_gradients: dict[int, Sample] = {}  # optimizer -> its gradients after the last backward
-        self._gradient_count = 0  # backward passes that have been sampled
         self._fingerprints: dict[int, tuple[int, str]] = {}  # optimizer -> of its weights after its last step
 
     @staticmethod
@@ -46,9 +46,8 @@ class ReplicaRecorder:
     def after_backward(self, optimizers: Iterable[Any], made: Callable[[int], int]) -> None:
         """Sample the gradients as the backward leaves them. made: an optimizer's number -> its steps so far."""
         for optimizer in optimizers:
-            number = optimizer.__dict__["_paceline_doctor"]
-            if self.is_compared(made(number) + 1) and self._gradient_count < _MAX_GRADIENTS:
-                self._gradient_count += 1
+            number = number_of(optimizer)
+            if self.is_compared(made(number) + 1) and self._log.few("gradients", _MAX_GRADIENTS):
                 self._local_gradients[number] = self._sample(optimizer, lambda p: p.grad)
 
     def before_step(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:

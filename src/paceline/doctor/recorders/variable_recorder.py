@@ -11,14 +11,13 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from paceline.doctor.recorders.event_log import EventLog
+from paceline.observe.event_log import EventLog
+from paceline.observe.script_stack import Owner
 
 _MAX_CAPTURES = 400  # of a run
 _MAX_NUMBERS = 96  # of a capture
@@ -33,15 +32,12 @@ class VariableRecorder:
     def __init__(self, log: EventLog) -> None:
         self.log = log
         self.pass_ended = False  # has a pass over a loader ended since the last backward?
-        self._captures = 0
-        self._classes: dict[type, bool] = {}
 
     def numbers(self) -> dict[str, float] | None:
         """name -> value of the numbers in the script's frames, the innermost first, and in the attributes of the models
         that are trained. None where enough was read."""
-        if not self.pass_ended or self._captures >= _MAX_CAPTURES:
+        if not self.pass_ended or not self.log.few("captures", _MAX_CAPTURES):
             return None
-        self._captures += 1
         found: dict[str, float] = {}
         with self.log.overhead():
             for name, value in self._named():
@@ -53,26 +49,17 @@ class VariableRecorder:
 
     def _is_own(self, cls: type) -> bool:
         """Does the script define the class?"""
-        known = self._classes.get(cls)
-        if known is None:
-            file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-            known = self._classes[cls] = file is not None and self.log.owns(file)
-        return known
+        file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+        return file is not None and self.log.stack.owns(file)
 
     def _named(self) -> Iterator[tuple[str, Any]]:
-        frame: FrameType | None = sys._getframe(2)
-        frames = 0
-        while frame is not None and frames < _MAX_FRAMES:
-            if self.log.owns(frame.f_code.co_filename):
-                frames += 1
-                top = frame.f_code.co_name == "<module>"
-                for name, value in islice(list(frame.f_locals.items()), _MAX_NAMES):
-                    if not (top and name.startswith("__")):
-                        yield name, value
-            frame = frame.f_back
-        if self.log.models is not None:
-            for model in self.log.models.roots():
-                yield "self", model
+        for frame in islice(self.log.stack.frames(Owner.SCRIPT), _MAX_FRAMES):
+            top = frame.f_code.co_name == "<module>"
+            for name, value in islice(list(frame.f_locals.items()), _MAX_NAMES):
+                if not (top and name.startswith("__")):
+                    yield name, value
+        for model in self.log.shared.models.roots() if self.log.shared.models is not None else ():
+            yield "self", model
 
 
 def _numbers_in(name: str, value: Any, depth: int, own: Callable[[type], bool]) -> Iterator[tuple[str, float]]:
@@ -117,4 +104,4 @@ def _readable(tensor: torch.Tensor) -> bool:
 
 
 def install(log: EventLog) -> None:
-    log.variables = VariableRecorder(log)
+    log.shared.variables = VariableRecorder(log)

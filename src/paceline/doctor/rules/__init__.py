@@ -8,17 +8,13 @@ padded_rows.py        rows of examples that are padded to different widths
 gathered_results.py   does the script drop the duplicates from what it exchanged?
 model_rules.py        batch norm, modes, parameters without gradients, means of unequal counts
 replica_rules.py      weights that differ between ranks: by the place of the first difference
-shard_rules.py        optimizers that work on shards of matrices
 schedule_rules.py     learning rates, schedulers, accumulation, clipping
 collective_rules.py   collectives compared over the ranks, also while the script runs
 random_rules.py       random numbers that are the same on all ranks
-loss_rules.py         the terms of a loss
-loss_lines.py         the line where a term of a loss is computed
-gradient_rules.py     gradients that are computed and never used
+loss_rules.py         the terms of a loss, and the lines where they are computed
+gradient_rules.py     gradients that are computed and never used, optimizers that work on shards of matrices
 cost_rules.py         time and memory
-lr_scaling_rules.py   how the learning rate is scaled with the number of processes
-rate_rules.py         a learning rate that grows where the global batch does not
-expressions.py        where the numbers in an expression of the script come from
+rate_rules.py         how the learning rate and the global batch grow with the number of processes
 script_lines.py       the script's line that does what no patched function can see
 """
 
@@ -31,14 +27,12 @@ from paceline.doctor.rules import (
     evaluation_rules,
     gradient_rules,
     loss_rules,
-    lr_scaling_rules,
     metric_rules,
     model_rules,
     random_rules,
     rate_rules,
     replica_rules,
     schedule_rules,
-    shard_rules,
 )
 from paceline.doctor.rules.recorded_run import RecordedRun
 
@@ -51,8 +45,8 @@ def find_faults(run: RecordedRun) -> list[Finding]:
     """All findings but those about collectives (collective_rules.py), the gravest first."""
     found: list[Finding] = []
     training = (data_rules, metric_rules, evaluation_rules, model_rules, replica_rules, schedule_rules,
-                gradient_rules, loss_rules, random_rules, rate_rules, shard_rules)  # fmt: skip
-    for rules in (*training, cost_rules, lr_scaling_rules):
+                gradient_rules, loss_rules, random_rules, rate_rules)  # fmt: skip
+    for rules in (*training, cost_rules):
         found += rules.findings(run)
     # Of a metric the rule that knows its numbers says more than the one that knows the calls alone.
     found = [f for n, f in enumerate(found) if f.cause not in METRICS or f.cause not in {e.cause for e in found[:n]}]

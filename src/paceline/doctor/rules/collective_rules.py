@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -14,6 +13,7 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import RecordedRun, file_line, finding_at
 from paceline.launcher.report import name_ranks
+from paceline.observe.records import RecordReader
 
 STUCK_SECONDS = 10.0  # without progress, when all ranks wait in collectives that others have not reached
 LEFT_SECONDS = 3.0  # without progress, when a rank has ended and the others wait
@@ -37,15 +37,18 @@ Entry = dict[str, Any]
 class _Rank:
     """What has been read of one rank."""
 
-    path: str  # the file of its collectives
+    file: RecordReader  # of its collectives
     events: str  # the file of its event log
-    offset: int = 0  # how far `path` has been read
-    rest: str = ""  # the incomplete last line of `path`
     calls: dict[str, list[Entry]] = field(default_factory=lambda: defaultdict(list))  # process group -> its calls
     open: Entry | None = None  # the collective that it is in
     moved: float = 0.0  # when something new was last read
     size: int = 0  # of `events`, then
     ended: bool = False  # has its script come to its end?
+
+    @property
+    def inside(self) -> bool:
+        """Is it in a collective?"""
+        return self.open is not None and not self.ended
 
     def made_before(self) -> list[Entry]:
         """All its calls but the one that it is in."""
@@ -57,7 +60,7 @@ class CollectiveChecker:
 
     def __init__(self, directory: str, processes: int) -> None:
         self._ranks = [
-            _Rank(os.path.join(directory, f"calls-{r}.jsonl"), os.path.join(directory, f"rank-{r}.jsonl"))
+            _Rank(RecordReader(os.path.join(directory, f"calls-{r}.jsonl")), os.path.join(directory, f"rank-{r}.jsonl"))
             for r in range(processes)
         ]
         self._checked: dict[str, int] = defaultdict(int)  # process group -> calls that match
@@ -75,25 +78,22 @@ class CollectiveChecker:
         now = time.monotonic()
         for rank in self._ranks:
             self._read(rank, now)
+        still = now - max((r.moved for r in self._ranks), default=now)
         if self._find_mismatch():
             self.abort_reason = "the ranks call different collectives"
-            return True
-        inside = [r for r in self._ranks if r.open is not None and not r.ended]
-        left = [r for r in self._ranks if r.ended]
-        still = now - max((r.moved for r in self._ranks), default=now)
-        running = len(self._ranks) - len(left)
-        vain = [r for r in inside if self._waits_in_vain(r)]
-        if vain and len(vain) == running and (
-            (left and still > LEFT_SECONDS) or (len(vain) == len(self._ranks) and still > STUCK_SECONDS)
-        ):  # fmt: skip
-            self._find_waiting()
+        elif self._all_wait_in_vain(still):
             self.abort_reason = "ranks wait for others in vain"
-            return True
-        if inside and (still > STILL_SECONDS or (late and still > STUCK_SECONDS)):
-            self._find_waiting()
+        elif any(r.inside for r in self._ranks) and (still > STILL_SECONDS or (late and still > STUCK_SECONDS)):
             self.abort_reason = f"nothing has moved for {still:.0f} seconds"  # why the run must be ended
-            return True
-        return False
+        if self.abort_reason and self._found is None:
+            self._find_waiting()
+        return bool(self.abort_reason)
+
+    def _all_wait_in_vain(self, still: float) -> bool:
+        """Do all ranks that are left wait for ranks that will not come? still: the seconds since anything moved."""
+        left = [r for r in self._ranks if not r.ended]
+        patience = STUCK_SECONDS if len(left) == len(self._ranks) else LEFT_SECONDS
+        return bool(left) and still > patience and all(r.inside and self._waits_in_vain(r) for r in left)
 
     def _waits_in_vain(self, rank: _Rank) -> bool:
         """Has some rank of the group not come to this rank's collective? One that all have come to may be slow."""
@@ -116,7 +116,7 @@ class CollectiveChecker:
         if self._found is None and not cut:
             self._find_missing()
         if self._found is None:
-            self._found = next((f for f in map(_find_reordered, self._groups().values()) if f is not None), None)
+            self._found = next(filter(None, map(_find_reordered, self._groups().values())), None)
         return self._found
 
     def _groups(self) -> dict[str, dict[int, list[Entry]]]:
@@ -131,20 +131,15 @@ class CollectiveChecker:
     def _read(self, rank: _Rank, now: float) -> None:
         try:
             size = os.path.getsize(rank.events)
-            with open(rank.path, encoding="utf-8") as file:
-                file.seek(rank.offset)
-                text = file.read()
-                rank.offset = file.tell()
         except OSError:
             return
-        if size != rank.size or text:
+        entries = rank.file.read()
+        if size != rank.size or entries:
             rank.moved = now
         if size != rank.size:
             rank.ended = _has_ended(rank.events)
         rank.size = size
-        *lines, rank.rest = (rank.rest + text).split("\n")
-        for line in lines:
-            entry = json.loads(line)
+        for entry in entries:
             if "b" in entry:
                 rank.open = entry
                 if not entry.get("loose"):
@@ -165,37 +160,36 @@ class CollectiveChecker:
         return False
 
     def _find_waiting(self) -> None:
-        for entry in (r.open for r in self._ranks if r.open is not None):
+        waiting = [(n, r, r.open) for n, r in enumerate(self._ranks) if r.open is not None]
+        for _, _, entry in waiting:
             away = [r for r in self._ranks if r.open is not entry and (r.ended or r.open is not None)]
             self._gone += [(entry, r.open) for r in away if _has_made(r.made_before(), entry)]
-        for rank, one in enumerate(self._ranks):
-            if one.open is not None and self._found is None and self._waits_in_vain(one):
-                number = len(one.calls[_group(one.open)])
-                others = [
-                    f"rank {r} {'has ended' if o.ended else 'is in ' + _describe(o.open) if o.open else 'is elsewhere'}"
-                    for r, o in enumerate(self._ranks)
-                    if r != rank
-                ]
-                evidence = f"rank {rank} waits in {_describe(one.open)}, its call {number}; {', '.join(others)}"
-                self._found = finding_at("collectives", one.open["at"], evidence)
+        for rank, one, entry in [found for found in waiting if self._waits_in_vain(found[1])][:1]:
+            others = [
+                f"rank {r} {'has ended' if o.ended else 'is in ' + _describe(o.open) if o.open else 'is elsewhere'}"
+                for r, o in enumerate(self._ranks)
+                if r != rank
+            ]
+            number = len(one.calls[_group(entry)])
+            evidence = f"rank {rank} waits in {_describe(entry)}, its call {number}; {', '.join(others)}"
+            self._found = finding_at("collectives", entry["at"], evidence)
 
     def _find_missing(self) -> None:
         for calls in self._groups().values():
             counts = {m: len(entries) for m, entries in calls.items()}
             least, most = min(counts.values()), max(counts.values())
-            if least < most:
-                who = next(m for m, c in counts.items() if c == most)
-                lacks = [m for m, c in counts.items() if c == least and self._ranks[m].ended]
-                if not lacks:  # it failed, and might have called them
-                    continue
-                entry = calls[who][least]
-                self._gone = [(entry, None) for m in lacks if _has_made(calls[m], entry)]
-                evidence = (
-                    f"rank {who} called {most} collectives and rank {lacks[0]} {least}; the first that it lacks is "
-                    f"{_describe(entry)}"
-                )
-                self._found = finding_at("collectives", entry["at"], evidence)
-                return
+            lacks = [m for m, c in counts.items() if c == least and self._ranks[m].ended]
+            if least == most or not lacks:  # one that failed might have called them
+                continue
+            who = next(m for m, c in counts.items() if c == most)
+            entry = calls[who][least]
+            self._gone = [(entry, None) for m in lacks if _has_made(calls[m], entry)]
+            evidence = (
+                f"rank {who} called {most} collectives and rank {lacks[0]} {least}; the first that it lacks is "
+                f"{_describe(entry)}"
+            )
+            self._found = finding_at("collectives", entry["at"], evidence)
+            return
 
     def with_exit(self, finding: Finding) -> Finding:
         """The finding, at the line by which a rank left a loop in which another one still makes calls, where there is
@@ -211,12 +205,12 @@ class CollectiveChecker:
 
 def refused_call(run: RecordedRun) -> Finding | None:
     """A call of which the backend said that it does not match the other ranks'."""
-    for rank in range(run.processes):
-        for e in run.events(rank, "refused"):
-            if _MISMATCH.search(e["text"]):
-                evidence = f"rank {rank}'s {e['op']} was refused: {e['text'].splitlines()[0][:200]}"
-                return finding_at("collectives", e["at"], evidence)
-    return None
+    refused = ((rank, e) for rank in range(run.processes) for e in run.events(rank, "refused"))
+    rank, e = next(((rank, e) for rank, e in refused if _MISMATCH.search(e["text"])), (0, None))
+    if e is None:
+        return None
+    evidence = f"rank {rank}'s {e['op']} was refused: {e['text'].splitlines()[0][:200]}"
+    return finding_at("collectives", e["at"], evidence)
 
 
 def uneven_loop(run: RecordedRun) -> str:
@@ -278,17 +272,12 @@ def _find_reordered(calls: dict[int, list[Entry]]) -> Finding | None:
         pairs = list(zip(calls[first], calls[rank]))
         differing: dict[str, list[int]] = defaultdict(list)  # way of choosing -> places where the ranks differ in it
         for place, (a, b) in enumerate(pairs):
-            if a["op"] in _EMPTY:
-                continue
-            for way, ours in a.get("way", {}).items():
-                theirs = b.get("way", {}).get(way)
-                if ours is None or theirs is None or ours == theirs:
-                    continue
+            ours, theirs = (e.get("way", {}) if e["op"] not in _EMPTY else {} for e in (a, b))
+            for way in (way for way in ours if None not in (ours[way], theirs.get(way)) and ours[way] != theirs[way]):
                 ring = _cycle(pairs, differing[way][-_NEAR:], place, way)
                 if ring:
                     evidence = _describe_cycle(pairs, ring, way, (first, rank))
-                    names = [pairs[place][0]["way"][way] for place in ring]
-                    at = pairs[ring[0]][1]["at"]
+                    names, at = [pairs[place][0]["way"][way] for place in ring], pairs[ring[0]][1]["at"]
                     return finding_at("collectives", script_lines.call_that_names(at, names) or at, evidence)
                 differing[way].append(place)
     return None

@@ -11,14 +11,15 @@ collating a batch of small examples takes as much in healthy scripts with small 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import mean, median
 from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
+from paceline.doctor.rules.schedule_rules import micro_batches
 
 SHARE = 0.05
 DATA_SHARE = 0.15
@@ -35,135 +36,114 @@ def findings(run: RecordedRun) -> list[Finding]:
     return found
 
 
-def _steps(run: RecordedRun, rank: int = 0) -> list[tuple[float, list[Event]]]:
-    """(seconds, events) of each step of the optimizer that steps most, without the first ones."""
-    by: dict[Any, int] = defaultdict(int)
-    for e in run.events(rank, "step"):
-        by[e["opt"]] += 1
-    if not by:
-        return []
-    busiest = max(by, key=lambda opt: by[opt])
+def _steps(run: RecordedRun) -> list[tuple[float, list[Event]]]:
+    """(seconds, events) of each step of rank 0's optimizer that steps most, without the first ones."""
+    made = Counter(e["opt"] for e in run.events(0, "step")).most_common(1)
     steps: list[tuple[float, list[Event]]] = []
     began, inside = None, []
-    for e in run.ranks[rank]:
+    for e in run.ranks[0] if made else ():
         inside.append(e)
         if e["k"] in ("pass", "pass_end"):
             began = None  # an epoch's end, with what belongs to no step
-        if e["k"] == "step" and e["opt"] == busiest:
-            if began is not None:
-                steps.append((e["t"] - began, inside))
+        if e["k"] == "step" and e["opt"] == made[0][0]:
+            steps += [(e["t"] - began, inside)] if began is not None else []
             began, inside = e["t"], []
     return steps[_FIRST:]
 
 
-def _share(run: RecordedRun, seconds: Callable[[Event], float], rank: int = 0) -> tuple[float, float] | None:
-    """(median share of a step, median seconds) of events, by `seconds` of each; None: too few steps."""
-    steps = [(whole, sum(map(seconds, events))) for whole, events in _steps(run, rank) if whole > 0]
+def _share(run: RecordedRun, seconds: Callable[[Event], float]) -> tuple[float, float]:
+    """(median share of a step, median seconds) of events, by `seconds` of each; zeros where there are too few steps."""
+    steps = [(whole, sum(map(seconds, events))) for whole, events in _steps(run) if whole > 0]
     if len(steps) < MIN_STEPS:
-        return None
+        return 0.0, 0.0
     return median(part / whole for whole, part in steps), median(part for _, part in steps)
 
 
-def _find_unused(run: RecordedRun) -> list[Finding]:
+def _find_unused(run: RecordedRun) -> Iterator[Finding]:
     """find_unused: the search found all parameters used in every backward pass."""
-    for ddp in run.events(0, "ddp"):
-        if not ddp["find_unused"]:
-            continue
+    for ddp in run.events(0, "ddp", find_unused=True):
         number = str(ddp["ddp"])
         counts = [e["reached"].get(number) for e in run.all_events("backward") if number in (e.get("reached") or {})]
-        if len(counts) < 2 * run.processes or any(c is None or c < ddp["parameters"] for c in counts):
-            continue
-        cost = _share(run, partial(_searching, ddp["ddp"]))
-        if cost is None or cost[0] < SEARCH_SHARE:
-            continue
-        evidence = (
-            f"all {ddp['parameters']} parameters were reached in each of {len(counts) // run.processes} backward "
-            f"passes on all ranks; searching the graph took {cost[1] * 1e3:.2g} ms of a step, {cost[0]:.1%}, beside a "
-            "message"
-        )
-        return [finding_at("find_unused", ddp["at"], evidence)]
-    return []
+        all_used = all(c is not None and c >= ddp["parameters"] for c in counts)
+        share, seconds = _share(run, partial(_seconds, "search", ddp=ddp["ddp"]))
+        if len(counts) >= 2 * run.processes and all_used and share >= SEARCH_SHARE:
+            evidence = (
+                f"all {ddp['parameters']} parameters were reached in each of {len(counts) // run.processes} backward "
+                f"passes on all ranks; searching the graph took {seconds * 1e3:.2g} ms of a step, {share:.1%}, beside "
+                "a message"
+            )
+            yield finding_at("find_unused", ddp["at"], evidence)
+            return
 
 
-def _searching(number: int, e: Event) -> float:
-    """Seconds of the search of DDP module `number`."""
-    return e["seconds"] if e["k"] == "search" and e["ddp"] == number else 0.0
+def _seconds(kind: str, e: Event, **fields: Any) -> float:
+    """Seconds of an event of this kind, with these fields."""
+    return e["seconds"] if e["k"] == kind and all(e.get(name) == value for name, value in fields.items()) else 0.0
 
 
-def _loader(run: RecordedRun) -> list[Finding]:
+def _loader(run: RecordedRun) -> Iterator[Finding]:
     """loader_starves, no_workers, no_pinned_memory."""
     trainers = run.training_loaders
-    cost = _share(run, lambda e: e["waited"] if e["k"] == "yield" and e["loader"] in trainers else 0.0)
-    if cost is None or cost[0] < DATA_SHARE or cost[1] < DATA_SECONDS or not trainers:
-        return []
+    share, seconds = _share(run, lambda e: e["waited"] if e["k"] == "yield" and e["loader"] in trainers else 0.0)
     waited: dict[str, float] = defaultdict(float)
     for e in run.events(0, "yield"):
         waited[e["loader"]] += e["waited"]
-    about = run.loaders[0].get(max(trainers, key=lambda n: waited[n]))
-    if about is None:
-        return []
-    evidence = f"{cost[1] * 1e3:.3g} ms of a step were spent waiting for data, {cost[0]:.0%} of it"
-    found = [finding_at("loader_starves", about["at"], f"{evidence} (num_workers={about['workers']})")]
+    about = run.about(max(sorted(trainers), key=lambda n: waited[n], default=""))
+    if share < DATA_SHARE or seconds < DATA_SECONDS or not about:
+        return
+    evidence = f"{seconds * 1e3:.3g} ms of a step were spent waiting for data, {share:.0%} of it"
+    yield finding_at("loader_starves", about["at"], f"{evidence} (num_workers={about['workers']})")
     if about["workers"] == 0:
-        found.append(finding_at("no_workers", about["at"], f"{evidence}; num_workers=0"))
-    states = [e["machine"] for e in run.events(0, "step") if e.get("machine")]
-    if not about["pinned"] and any("devices" in s for s in states):
-        found.append(finding_at("no_pinned_memory", about["at"], f"{evidence}; pin_memory=False"))
-    return found
+        yield finding_at("no_workers", about["at"], f"{evidence}; num_workers=0")
+    if not about["pinned"] and any("devices" in e["machine"] for e in _measured(run)):
+        yield finding_at("no_pinned_memory", about["at"], f"{evidence}; pin_memory=False")
 
 
-def _threads(run: RecordedRun) -> list[Finding]:
+def _measured(run: RecordedRun, rank: int = 0) -> list[Event]:
+    """The steps that have the state of the machine."""
+    return [e for e in run.events(rank, "step") if e.get("machine")]
+
+
+def _threads(run: RecordedRun) -> Iterator[Finding]:
     """threads: more threads than cores, which wait for a core."""
-    states = [e for e in run.events(0, "step") if e.get("machine")]
+    states = _measured(run)
     if len(states) < 2:
-        return []
-    threads, cores = states[-1]["machine"]["threads"], states[-1]["machine"]["cores"]
-    if threads * run.processes < 2 * cores or threads <= max(1, cores // run.processes):
-        return []
+        return
     first, last = states[0], states[-1]
-    seconds = last["t"] - first["t"]
-    queued = last["machine"]["queued"], first["machine"]["queued"]
+    threads, cores = last["machine"]["threads"], last["machine"]["cores"]
+    seconds, queued = last["t"] - first["t"], (last["machine"]["queued"], first["machine"]["queued"])
     share = (queued[0] - queued[1]) / seconds if None not in queued and seconds > 0 else 0.0
-    if share < SHARE:
-        return []
-    evidence = (
-        f"{run.processes} processes with {threads} threads each on {cores} cores; threads of rank 0 stood ready "
-        f"without a core for {share:.0%} of the time"
-    )
-    made = next(run.events(0, "optimizer"), None)
-    return [finding_at("threads", made["at"] if made else None, evidence)]
+    if threads * run.processes >= 2 * cores and threads > max(1, cores // run.processes) and share >= SHARE:
+        evidence = (
+            f"{run.processes} processes with {threads} threads each on {cores} cores; threads of rank 0 stood ready "
+            f"without a core for {share:.0%} of the time"
+        )
+        yield finding_at("threads", run.line("optimizer"), evidence)
 
 
-def _device(run: RecordedRun) -> list[Finding]:
+def _device(run: RecordedRun) -> Iterator[Finding]:
     """one_device: several ranks hold memory on device 0, where there are others."""
-    last = [[e["machine"] for e in run.events(r, "step") if e.get("machine")][-1:] for r in range(run.processes)]
-    states = [s[0] for s in last if s and "devices" in s[0]]
-    if len(states) < 2 or len(states[0]["devices"]) < 2:
-        return []
-    on_first = [r for r, s in enumerate(states) if s["devices"][0] > 0]
-    if len(on_first) < 2:
-        return []
-    evidence = f"ranks {', '.join(map(str, on_first))} hold memory on device 0, of {len(states[0]['devices'])}"
-    made = next(run.events(1, "optimizer"), None)
-    return [finding_at("one_device", made["at"] if made else None, evidence)]
+    last = [e["machine"] for rank in range(run.processes) for e in _measured(run, rank)[-1:]]
+    used = [machine["devices"] for machine in last if "devices" in machine]
+    on_first = [rank for rank, devices in enumerate(used) if devices[0] > 0]
+    if len(on_first) >= 2 and len(used[0]) >= 2:
+        evidence = f"ranks {', '.join(map(str, on_first))} hold memory on device 0, of {len(used[0])}"
+        yield finding_at("one_device", run.line("optimizer", rank=1), evidence)
 
 
-def _waits(run: RecordedRun) -> list[Finding]:
+def _waits(run: RecordedRun) -> Iterator[Finding]:
     """empty_cache, synchronises: in nearly every step."""
-    found = []
     steps = _steps(run)
     for cause, emptied in (("empty_cache", True), ("synchronises", False)):
         seconds = partial(_waiting, emptied)
-        calls = [e for _, inside in steps for e in inside if e["k"] == "wait" and seconds(e)]
-        cost = _share(run, seconds)
-        if cost is None or len(calls) < 0.9 * len(steps) or cost[0] < SHARE:
-            continue
-        evidence = (
-            f"{calls[0]['kind']}, {len(calls)} calls in {len(steps)} steps, took {cost[1] * 1e3:.3g} ms of a step, "
-            f"{cost[0]:.0%}"
-        )
-        found.append(finding_at(cause, calls[0]["at"], evidence))
-    return found
+        calls = [e for _, inside in steps for e in inside if seconds(e)]
+        share, took = _share(run, seconds)
+        if len(calls) >= 0.9 * len(steps) and share >= SHARE:
+            evidence = (
+                f"{calls[0]['kind']}, {len(calls)} calls in {len(steps)} steps, took {took * 1e3:.3g} ms of a step, "
+                f"{share:.0%}"
+            )
+            yield finding_at(cause, calls[0]["at"], evidence)
 
 
 def _waiting(emptied: bool, e: Event) -> float:
@@ -171,45 +151,39 @@ def _waiting(emptied: bool, e: Event) -> float:
     return e["seconds"] if e["k"] == "wait" and e["kind"].endswith("empty_cache") == emptied else 0.0
 
 
-def _no_sync(run: RecordedRun) -> list[Finding]:
+def _no_sync(run: RecordedRun) -> Iterator[Finding]:
     """no_no_sync: several reductions for one optimizer step."""
-    from paceline.doctor.rules.schedule_rules import micro_batches
-
     steps = [b for b, _ in micro_batches(run) if len(b) > 1 and all(x["synced"] for x in b)]
-    if len(steps) < MIN_STEPS // 2:
-        return []
-    k = len(steps[0])
     sent = [v for e in run.events(0, "before") for v in (e.get("logged") or {}).values() if v]
     whole = [s for s, _ in _steps(run)]
-    if not sent or len(whole) < 2:
-        return []
-    share = min((k - 1) * mean(sent) / mean(whole), 1.0)
-    if share < SHARE:
-        return []
-    took = (k - 1) * mean(sent) * 1e3
-    evidence = f"{k} reductions for each optimizer step; {k - 1} of them take {took:.3g} ms, {share:.0%} of it"
-    return [finding_at("no_no_sync", steps[0][0]["at"], evidence)]
+    if len(steps) < MIN_STEPS // 2 or not sent or len(whole) < 2:
+        return
+    k = len(steps[0])
+    took = (k - 1) * mean(sent)
+    share = min(took / mean(whole), 1.0)
+    if share >= SHARE:
+        evidence = (
+            f"{k} reductions for each optimizer step; {k - 1} of them take {took * 1e3:.3g} ms, {share:.0%} of it"
+        )
+        yield finding_at("no_no_sync", steps[0][0]["at"], evidence)
 
 
-def _checkpoints(run: RecordedRun) -> list[Finding]:
+def _checkpoints(run: RecordedRun) -> Iterator[Finding]:
     """same_checkpoint, module_prefix."""
-    found = []
-    writers: dict[str, set[int]] = defaultdict(set)
-    first: dict[str, Event] = {}
+    writers: dict[str, list[tuple[int, Event]]] = defaultdict(list)
     for rank in range(run.processes):
         for e in run.events(rank, "save"):
-            if e["path"] and not e["path"].startswith("/dev/"):
-                writers[e["path"]].add(rank)
-                first.setdefault(e["path"], e)
-    same = [path for path, ranks in writers.items() if len(ranks) > 1]
-    if same:
-        e = first[same[0]]
+            writers[e["path"] or "/dev/null"].append((rank, e))
+    files = [calls for path, calls in writers.items() if not path.startswith("/dev/")]
+    same = next((calls for calls in files if len({rank for rank, _ in calls}) > 1), None)
+    if same is not None:
+        e = same[0][1]
         evidence = (
-            f"{len(writers[same[0]])} ranks wrote {same[0]} ({e['bytes']} bytes, {e['seconds'] * 1e3:.3g} ms each time)"
+            f"{len({rank for rank, _ in same})} ranks wrote {e['path']} ({e['bytes']} bytes, "
+            f"{e['seconds'] * 1e3:.3g} ms each time)"
         )
-        found.append(finding_at("same_checkpoint", e["at"], evidence))
+        yield finding_at("same_checkpoint", e["at"], evidence)
     wrapped = next((e for e in run.all_events("save") if e["wrapped"]), None)
     if wrapped is not None and any(run.events(0, "ddp")):
         evidence = f"the names begin with `module.`, such as {wrapped['wrapped']!r}"
-        found.append(finding_at("module_prefix", wrapped["at"], evidence))
-    return found
+        yield finding_at("module_prefix", wrapped["at"], evidence)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
+from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at, first_of, first_of_each
 
 MIN_BITS = 16  # of information that must agree: labels of two classes may agree by chance
 MIN_SHARED = 8  # examples that must agree before anything is said
@@ -42,38 +43,31 @@ _SEED = "Seed the generator that draws the batches with the rank too (seed + ran
 def findings(run: RecordedRun) -> list[Finding]:
     """same_examples, examples_missed, same_in_workers, same_random_numbers; and same_batch or no_set_epoch."""
     return [
-        *_same_examples(run),
-        *_missed(run),
-        *_same_in_workers(run),
-        *_same_numbers(run),
-        *(_same_batch(run) or _no_set_epoch(run) or _cycled(run)),
+        *first_of(run, _same_examples, _same_inputs, _same_gradients),
+        *first_of_each(run, _missed, _same_in_workers, _same_numbers),
+        *first_of(run, _same_batch, _no_set_epoch, _cycled),
     ]
 
 
-def _training(run: RecordedRun, rank: int, loader: str) -> list[Pass]:
-    """A rank's passes over a loader in which it trained."""
-    return [p for p in run.passes[rank] if p.loader == loader and p.training and p.yields]
+def _same_examples(run: RecordedRun) -> Iterator[Finding]:
+    """same_examples: two ranks read the same examples."""
+    for loader in sorted(run.training_loaders) if _needs_own_data(run) else ():
+        passes = {rank: run.over(loader, rank, trained=True) for rank in run.peers}
+        for one, two in combinations((rank for rank in run.peers if passes[rank]), 2):
+            evidence = _compare(run, loader, passes[one], passes[two], (one, two))
+            if not evidence:
+                continue
+            used, about = passes[one][0].at, run.about(loader, one)
+            made, cut = about.get("at") or used, _sharding_line(run, loader, (one, two))
+            seed = script_lines.rank_seed(run) if script_lines.is_drawn_split(cut) else None
+            if cut is None and about.get("sampler") != "distributed" and script_lines.prepares(run):
+                yield finding_at("same_examples", used, evidence, made, _PREPARED)
+            yield finding_at("same_examples", seed or made, evidence, cut, _SPLIT if seed else _deal(about))
 
 
-def _same_examples(run: RecordedRun) -> list[Finding]:
-    """same_examples: two ranks read the same examples, feed the model the same, or have the same gradients."""
-    if not run.reduces_gradients or run.model_parallel:
-        return []
-    for loader in sorted(run.training_loaders):
-        per_rank = [_training(run, rank, loader) for rank in range(run.processes)]
-        for one, two in combinations(run.peers, 2):
-            if per_rank[one] and per_rank[two]:
-                evidence = _compare(run, loader, per_rank[one][0], per_rank[two][0], (one, two))
-                if evidence:
-                    used, about = per_rank[one][0].at, run.loaders[one].get(loader, {})
-                    made, cut = about.get("at") or used, _sharding_line(run, loader, (one, two))
-                    if cut is None and about.get("sampler") != "distributed" and script_lines.prepares(run):
-                        return [finding_at("same_examples", used, evidence, made, _PREPARED)]
-                    seed = script_lines.rank_seed(run) if script_lines.is_drawn_split(cut) else None
-                    if seed is not None:
-                        return [finding_at("same_examples", seed, evidence, cut, _SPLIT)]
-                    return [finding_at("same_examples", made, evidence, cut, _deal(about))]
-    return _same_inputs(run) or _same_gradients(run)
+def _needs_own_data(run: RecordedRun) -> bool:
+    """Must each rank have examples of its own?"""
+    return run.reduces_gradients and not run.model_parallel
 
 
 def _deal(about: dict[str, Any]) -> str:
@@ -87,35 +81,31 @@ def _deal(about: dict[str, Any]) -> str:
 
 def _sharding_line(run: RecordedRun, loader: str, ranks: tuple[int, int]) -> Any:
     """Where shared examples were dealt: the Subsets, if they differ; the stride over a stream; or the sampler."""
-    about = [run.loaders[rank].get(loader, {}) for rank in ranks]
+    about = [run.about(loader, rank) for rank in ranks]
     if about[0].get("cut") != about[1].get("cut"):
         return about[0].get("cut_at")
-    if about[0].get("iterable"):
-        return script_lines.rank_stride(run)
-    return about[0].get("sampler_at")
+    return script_lines.rank_stride(run) if about[0].get("iterable") else about[0].get("sampler_at")
 
 
-def _compare(run: RecordedRun, loader: str, a: Pass, b: Pass, ranks: tuple[int, int]) -> str:
+def _compare(run: RecordedRun, loader: str, mine: list[Pass], others: list[Pass], ranks: tuple[int, int]) -> str:
     """What two ranks' first passes have in common, in words; "" where it is no fault."""
-    who = f"ranks {ranks[0]} and {ranks[1]}"
+    who, a, b = f"ranks {ranks[0]} and {ranks[1]}", mine[0], others[0]
     ours, theirs = a.indices, b.indices
-    about = run.loaders[ranks[0]].get(loader, {})
+    about = run.about(loader, ranks[0])
     if not ours or not theirs:
         return _same_rows(a, b, who) if about.get("iterable") else ""
     first = content(a), content(b)
     shared = set(first[0]) & set(first[1])
-    held = [run.loaders[rank].get(loader, {}).get("holds") for rank in ranks]
-    if not _same_data_set(shared, first, held, _training(run, ranks[0], loader)):
+    held = [run.about(loader, rank).get("holds") for rank in ranks]
+    # Each example may come several times, for several ranks, which augment it differently.
+    if about.get("repeats") or not _same_data_set(shared, first, held, mine):
         return ""
-    if about.get("repeats"):
-        return ""  # each example several times, for several ranks: they augment it differently
     n = min(len(ours), len(theirs))
     if n >= 2 * MIN_SHARED and ours[:n] == theirs[:n]:
         return f"{who} read the same {n} examples in the same order ({about.get('sampler_name')}): {ours[:6]}, ..."
     if about.get("drawn") or len(set(ours)) < len(ours) or len(set(theirs)) < len(theirs):
         return ""  # drawn with replacement, or so many of all: each rank its own
-    size = about.get("size")
-    both = set(ours) & set(theirs)
+    size, both = about.get("size"), set(ours) & set(theirs)
     if about.get("sampler") == "random" and size and len(shared) >= MIN_SHARED:
         return (
             f"each rank shuffles all {size} examples for itself (RandomSampler); {who} shared {len(both)} "
@@ -127,14 +117,15 @@ def _compare(run: RecordedRun, loader: str, a: Pass, b: Pass, ranks: tuple[int, 
     return ""
 
 
+def rows_of(one: Pass) -> Iterator[tuple[int, list[int]]]:
+    """(index, digests of its row in each tensor of the batch) of what was read."""
+    for y in one.yields:
+        yield from zip(y["idx"], map(list, zip(*y["rows"] or ())))
+
+
 def content(one: Pass) -> dict[int, list[int]]:
     """index -> digests of its row in each tensor of the batch."""
-    found: dict[int, list[int]] = {}
-    for y in one.yields:
-        for row, index in enumerate(y["idx"]):
-            if y["rows"] and row < len(y["rows"][0]):
-                found[index] = [leaf[row] for leaf in y["rows"]]
-    return found
+    return dict(rows_of(one))
 
 
 def same_content(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]) -> bool:
@@ -193,23 +184,15 @@ def _same_rows(a: Pass, b: Pass, who: str) -> str:
         return ""
     if all(x[0] == y[0] for x, y in pairs):
         return f"{who} read the same {len(rows)} examples in the same order, by their content"
-    ours, theirs = ({digest for y in p.yields if y["rows"] for digest in y["rows"][0]} for p in (a, b))
-    both, least = len(ours & theirs), min(len(ours), len(theirs))
-    if (
-        a.complete
-        and b.complete
-        and 2 * len(ours) >= len(rows)
-        and least >= 2 * MIN_SHARED
-        and both > SHARED_STREAM * least
-    ):
-        return f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)}, by their content"
-    first, second = ([digest for y in p.yields if y["rows"] for digest in y["rows"][0]] for p in (a, b))
+    first, second = a.digests, b.digests
+    ours, theirs = set(first), set(second)
+    both, least, whole = len(ours & theirs), min(len(ours), len(theirs)), a.complete and b.complete
+    common = f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)}"
+    if whole and 2 * len(ours) >= len(rows) and least >= 2 * MIN_SHARED and both > SHARED_STREAM * least:
+        return f"{common}, by their content"
     once = min(len(ours) / len(first), len(theirs) / len(second)) >= ONCE
-    if a.complete and b.complete and once and both >= 2 * MIN_SHARED and both > OVERLAP * least:
-        return (
-            f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)} in an epoch, by their content, "
-            "and none of them twice"
-        )
+    if whole and once and both >= 2 * MIN_SHARED and both > OVERLAP * least:
+        return f"{common} in an epoch, by their content, and none of them twice"
     return _shifted(first, second, who)
 
 
@@ -217,86 +200,79 @@ def _shifted(ours: list[int], theirs: list[int], who: str) -> str:
     """Two ranks read the same rows in the same order, one of them later."""
     places = {digest: place for place, digest in enumerate(theirs) if theirs.count(digest) == 1}
     shifts = Counter(places[digest] - place for place, digest in enumerate(ours) if digest in places)
-    if not shifts:
-        return ""
-    shift, count = shifts.most_common(1)[0]
+    shift, count = next(iter(shifts.most_common(1)), (0, 0))
     if count < 2 * MIN_SHARED or count < SHIFTED * min(len(ours), len(theirs)):
         return ""
     return f"{who} read the same {count} examples in the same order, by their content, {abs(shift)} examples apart"
 
 
-def _same_inputs(run: RecordedRun) -> list[Finding]:
+def _same_inputs(run: RecordedRun) -> Iterator[Finding]:
     """same_examples, for a model that is fed without a DataLoader."""
-    if run.training_loaders:
-        return []
-    per_rank = [[e for e in run.events(rank, "forward") if e["digest"]] for rank in run.peers]
-    steps = min(map(len, per_rank))
-    if steps < MIN_SAME or len({str(e["digest"]) for e in per_rank[0]}) < MIN_SAME:
-        return []
+    if run.training_loaders or not _needs_own_data(run):
+        return
+    per_rank = [[e for e in events if e["digest"]] for events in run.per_peer("forward")]
+    inputs = [[str(e["digest"]) for e in events] for events in per_rank]
+    steps = min(map(len, inputs))
+    if steps < MIN_SAME or len(set(inputs[0])) < MIN_SAME:
+        return
     seed, beside = script_lines.shared_seed_and_draw(run)
     at = seed or per_rank[0][0]["at"]
-    if all(len({str(events[i]["digest"]) for events in per_rank}) == 1 for i in range(steps)):
+    if all(len(set(now)) == 1 for now in zip(*inputs)):
         evidence = f"all {run.processes} ranks gave the model the same inputs in each of {steps} forward passes"
-        return [finding_at("same_examples", at, evidence, beside, _SEED)]
-    inputs = [{str(e["digest"]) for e in events} for events in per_rank]
-    for (one, a), (two, b) in combinations(zip(run.peers, inputs, strict=True), 2):
+        yield finding_at("same_examples", at, evidence, beside, _SEED)
+    for (one, a), (two, b) in combinations(zip(run.peers, map(set, inputs)), 2):
         both, least = len(a & b), min(len(a), len(b))
         if both >= MIN_SAME and both >= SHIFTED * least:
             evidence = (
                 f"of {least} different inputs that ranks {one} and {two} gave the model, {both} are the same, bit for "
                 "bit, at other steps: the ranks read one stream, out of phase"
             )
-            return [finding_at("same_examples", at, evidence, beside, _SEED)]
-    return []
+            yield finding_at("same_examples", at, evidence, beside, _SEED)
 
 
-def _same_gradients(run: RecordedRun) -> list[Finding]:
+def _same_gradients(run: RecordedRun) -> Iterator[Finding]:
     """same_examples, by the first reduction of each step by hand: equal gradients come from equal data."""
-    per_rank = [_first_gradients(run.ranks[rank]) for rank in range(run.processes)]
+    per_rank = [_first_gradients(events) for events in run.ranks]
     steps = min(map(len, per_rank))
-    if steps < MIN_SAME or any(e["k"] == "ddp" for e in run.ranks[0]):
-        return []
     digests = [[e["digest"] for e in events[:steps]] for events in per_rank]
-    if any(t != digests[0] for t in digests) or len(set(digests[0])) < MIN_SAME or 0 in digests[0]:
-        return []
+    by_hand = _needs_own_data(run) and not any(run.events(0, "ddp"))
+    if not by_hand or len(set(digests[0])) < MIN_SAME or any(t != digests[0] for t in digests) or 0 in digests[0]:
+        return
     evidence = (
         f"the gradients of all {run.processes} ranks were the same, bit for bit, before they were reduced, "
         f"{steps} times"
     )
     seed, beside = script_lines.shared_seed_and_draw(run)
-    return [finding_at("same_examples", seed or per_rank[0][0]["at"], evidence, beside, _SEED)]
+    yield finding_at("same_examples", seed or per_rank[0][0]["at"], evidence, beside, _SEED)
 
 
 def _first_gradients(events: list[Event]) -> list[Event]:
     """The first reduction of gradients after each backward."""
     found, due = [], False
     for e in events:
-        if e["k"] == "backward":
-            due = True
-        elif due and e["k"] == "coll" and e.get("of") == "grad" and e.get("digest") is not None:
+        due = due or e["k"] == "backward"
+        if due and e["k"] == "coll" and e.get("of") == "grad" and e.get("digest") is not None:
             found.append(e)
             due = False
     return found
 
 
-def _missed(run: RecordedRun) -> list[Finding]:
+def _missed(run: RecordedRun) -> Iterator[Finding]:
     """examples_missed: a sampler is told of more ranks than there are, or the ranks' strides are too long."""
-    if not run.reduces_gradients or len(run.peers) < run.processes:
-        return []
-    for loader in sorted(run.training_loaders):
-        about = run.loaders[0].get(loader, {})
-        replicas = about.get("replicas") or 0
+    whole = run.reduces_gradients and len(run.peers) == run.processes
+    for loader in sorted(run.training_loaders) if whole else ():
+        about = run.about(loader)
+        replicas, size = about.get("replicas") or 0, about.get("size") or 0
         if about.get("sampler") == "distributed" and replicas > run.world_size:
             evidence = f"{about['sampler_name']} deals the examples to {replicas} ranks, and there are {run.world_size}"
-            return [finding_at("examples_missed", about["at"], evidence)]
-        passes = [_training(run, rank, loader) for rank in run.peers]
-        if not all(passes) or not all(theirs[0].indices for theirs in passes):
+            yield finding_at("examples_missed", about["at"], evidence)
+        passes = [run.over(loader, rank, trained=True) for rank in run.peers]
+        if not all(theirs and theirs[0].indices for theirs in passes):
             continue
         read = [{i for one in theirs for i in one.indices or ()} for theirs in passes]
         stride, residues = _stride(read)
         if stride <= run.world_size or sorted(residues) != list(range(min(residues), min(residues) + run.world_size)):
             continue
-        size = about.get("size") or 0
         seen = {i for rank in range(run.processes) for i in _read(run, rank, size)}
         missed = [i for i in range(size) if i not in seen and i % stride not in residues]
         if len(missed) >= max(MIN_SHARED, sum(map(len, read)) // 2 // run.world_size):
@@ -304,8 +280,7 @@ def _missed(run: RecordedRun) -> list[Finding]:
                 f"each of {run.world_size} ranks reads every {stride}th example; {len(missed)} of {size} are never "
                 f"read, by any loader: {missed[:6]}, ..."
             )
-            return [finding_at("examples_missed", script_lines.rank_stride(run) or about["at"], evidence)]
-    return []
+            yield finding_at("examples_missed", script_lines.rank_stride(run) or about["at"], evidence)
 
 
 def _stride(read: list[set[int]]) -> tuple[int, set[int]]:
@@ -320,42 +295,44 @@ def _stride(read: list[set[int]]) -> tuple[int, set[int]]:
 
 def _read(run: RecordedRun, rank: int, size: int) -> set[int]:
     """The examples that a rank reads in data sets of this size, in training or evaluation."""
-    same = [one for one in run.passes[rank] if run.loaders[rank].get(one.loader, {}).get("size") == size]
+    same = [one for one in run.passes[rank] if run.about(one.loader, rank).get("size") == size]
     return {i for one in same for i in one.indices or ()}
 
 
-def _same_in_workers(run: RecordedRun) -> list[Finding]:
+def _same_in_workers(run: RecordedRun) -> Iterator[Finding]:
     """same_in_workers: each worker of a loader reads the whole stream."""
     for loader in sorted(run.training_loaders):
-        about = run.loaders[0].get(loader, {})
-        for one in [p for p in run.passes[0] if p.loader == loader and p.yields]:
-            workers = about.get("workers") or 0
-            rows = [digest for y in one.yields if y["rows"] for digest in zip(*y["rows"])]
-            times = Counter(rows)
+        about = run.about(loader)
+        workers = about.get("workers") or 0
+        for one in run.over(loader) if about.get("iterable") and workers > 1 else ():
+            times = Counter(digest for y in one.yields if y["rows"] for digest in zip(*y["rows"]))
             often = sum(1 for n in times.values() if n == workers)
-            if about.get("iterable") and workers > 1 and len(times) >= 2 * MIN_SHARED and often > 0.8 * len(times):
+            if len(times) >= 2 * MIN_SHARED and often > 0.8 * len(times):
                 evidence = (
                     f"of {len(times)} different examples that rank 0 read in a pass, {often} came {workers} times, "
                     f"by their content: once from each of {workers} workers"
                 )
-                return [finding_at("same_in_workers", about["at"], evidence)]
-    return []
+                yield finding_at("same_in_workers", about["at"], evidence)
 
 
-def _same_numbers(run: RecordedRun) -> list[Finding]:
+def begun_in_workers(run: RecordedRun, rank: int, loader: str) -> dict[str, dict[tuple[int, int], int]]:
+    """A generator of the workers -> (place of a training pass, worker) -> the state in which it began, where it was
+    used."""
+    places = {one.n: place for place, one in enumerate(run.over(loader, rank, trained=True))}
+    found: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
+    for e in (e for e in run.events(rank, "worker") if e["n"] in places):
+        for name, state in e["begun"].items():
+            found[name][places[e["n"]], e["worker"]] = state
+    return found
+
+
+def _same_numbers(run: RecordedRun) -> Iterator[Finding]:
     """same_random_numbers: a random generator that workers use begins each pass in the same state."""
-    workers = [
-        {(e["n"], e["worker"], name): state for e in run.events(rank, "worker") for name, state in e["begun"].items()}
-        for rank in range(run.processes)
-    ]
     for loader in sorted(run.training_loaders):
-        passes = [[one.n for one in _training(run, rank, loader)] for rank in range(run.processes)]
-        for name in dict.fromkeys(name for _, _, name in workers[0]):
-            begun = [
-                [{w: state for (n, w, of), state in states.items() if (n, of) == (number, name)} for number in numbers]
-                for states, numbers in zip(workers, passes)
-            ]
-            mine = [states for states in begun[0] if states]
+        per_rank = [begun_in_workers(run, rank, loader) for rank in range(run.processes)]
+        for name in per_rank[0]:
+            begun = [list(_by_pass(states.get(name, {})).values()) for states in per_rank]
+            mine = begun[0]
             if len(mine) < MIN_PASSES or any(states != mine[0] for states in mine):
                 continue
             same = all(theirs and theirs[0] == mine[0] for theirs in begun)
@@ -363,30 +340,32 @@ def _same_numbers(run: RecordedRun) -> list[Finding]:
                 f"in {len(mine)} passes {name} random generator began at the same numbers in each of {len(mine[0])} "
                 f"workers of rank 0{', those of all ranks' if same else ''}, and was used"
             )
-            made = run.loaders[0][loader]["at"]
-            seed = script_lines.worker_seed(run)
-            return [finding_at("same_random_numbers", seed or made, evidence, made)]
-    return []
+            made = run.about(loader)["at"]
+            yield finding_at("same_random_numbers", script_lines.worker_seed(run) or made, evidence, made)
 
 
-def _same_batch(run: RecordedRun) -> list[Finding]:
+def _by_pass(states: dict[tuple[int, int], int]) -> dict[int, dict[int, int]]:
+    found: dict[int, dict[int, int]] = defaultdict(dict)
+    for (place, worker), state in sorted(states.items()):
+        found[place][worker] = state
+    return found
+
+
+def _same_batch(run: RecordedRun) -> Iterator[Finding]:
     """same_batch: `next(iter(loader))` at every step, whose first batch is always the same."""
     for loader in sorted(run.training_loaders):
-        passes = [p for p in run.passes[0] if p.loader == loader and p.yields]
+        passes = run.over(loader)
         first = [p.yields[0]["idx"] or p.yields[0]["rows"] for p in passes if len(p.yields) == 1 and not p.complete]
-        if len(first) < MIN_BEGUN or len(first) < 0.9 * len(passes) or not first[0]:
-            continue
         same = sum(one == first[0] for one in first)
-        if same >= 0.9 * len(first):
+        if len(first) >= max(MIN_BEGUN, 0.9 * len(passes)) and first[0] and same >= 0.9 * len(first):
             evidence = (
                 f"{len(first)} of {len(passes)} passes over the training data were left after their first batch, which "
                 f"was the same one in {same}"
             )
-            return [finding_at("same_batch", passes[0].at, evidence)]
-    return []
+            yield finding_at("same_batch", passes[0].at, evidence)
 
 
-def _no_set_epoch(run: RecordedRun) -> list[Finding]:
+def _no_set_epoch(run: RecordedRun) -> Iterator[Finding]:
     """no_set_epoch: passes of the same order, of a sampler that has set_epoch."""
     # a loader may be made anew in each epoch, by the same line
     by: dict[tuple[str, frozenset[int]], list[Pass]] = defaultdict(list)
@@ -394,17 +373,15 @@ def _no_set_epoch(run: RecordedRun) -> list[Finding]:
         if one.loader in run.training_loaders and one.training and one.yields:
             by[one.loader.rpartition(",")[0], _optimizers(run, one)].append(one)
     for passes in by.values():
-        about = run.loaders[0].get(passes[0].loader, {})
+        about = run.about(passes[0].loader)
         if not about.get("set_epoch") or not about.get("shuffles", True) or len({p.epoch for p in passes}) > 1:
             continue
         by_order: dict[tuple[int, ...], list[Pass]] = defaultdict(list)
         for one in passes:
-            head = one.indices
-            if head and len(head) >= MIN_SHARED:
-                by_order[tuple(head[:64])].append(one)
-        for order, same in by_order.items():
-            same = [same[0], *(p for p in same[1:] if _continues(run, same[0], p))]
-            if len(same) > 1 and list(order) != sorted(order):
+            by_order[tuple((one.indices or [])[:64])].append(one)
+        for order, begun in by_order.items():
+            same = [begun[0], *(p for p in begun[1:] if _continues(run, begun[0], p))]
+            if len(order) >= MIN_SHARED and len(same) > 1 and list(order) != sorted(order):
                 evidence = (
                     f"{len(same)} of {len(passes)} passes over the training data began with the same examples, "
                     f"{list(order[:6])}, ...: {about.get('sampler_name')}'s epoch stayed {same[1].epoch}"
@@ -412,33 +389,29 @@ def _no_set_epoch(run: RecordedRun) -> list[Finding]:
                 epochs = {p.epoch for p in run.passes[0] if p.loader in run.training_loaders}
                 # Where another loader's epoch moves, the call of set_epoch is that sampler's.
                 called = script_lines.attribute_use(run, "set_epoch") if len(epochs) == 1 else None
-                return [finding_at("no_set_epoch", same[1].at, evidence, called or about.get("sampler_at"))]
-    return []
+                yield finding_at("no_set_epoch", same[1].at, evidence, called or about.get("sampler_at"))
 
 
-def _cycled(run: RecordedRun) -> list[Finding]:
+def _cycled(run: RecordedRun) -> Iterator[Finding]:
     """no_set_epoch: the batches of one pass are kept and used again, as by itertools.cycle. Not where their order is
     one that another pass would have too, for all that is known."""
     for loader in sorted(run.training_loaders):
         passes = [p for p in run.passes[0] if p.loader == loader]
-        if len(passes) != 1 or not passes[0].complete:
-            continue
-        about, since = run.loaders[0].get(loader, {}), run.ranks[0][passes[0].begin :]
+        about, since = run.about(loader), run.ranks[0][passes[0].begin :] if passes else []
         unshuffled = about.get("iterable") or about.get("sampler") == "sequential" or not about.get("shuffles", True)
         others = any(e["k"] == "yield" and e["loader"] in run.training_loaders - {loader} for e in since)
         inputs = [e["digest"] for e in since if e["k"] == "forward"]
-        n = len(passes[0].yields)
-        if unshuffled or others or n < MIN_SAME or len(inputs) < 2 * n:
+        if len(passes) != 1 or not passes[0].complete or unshuffled or others:
             continue
-        later = inputs[n:]
-        if all(one == inputs[i % n] for i, one in enumerate(later)) and len({str(one) for one in inputs[:n]}) > 1:
+        n = len(passes[0].yields)
+        later, kept = inputs[n:], len({str(one) for one in inputs[:n]}) > 1
+        if n >= MIN_SAME and len(later) >= n and kept and all(one == inputs[i % n] for i, one in enumerate(later)):
             evidence = (
                 f"the loader was read once, {n} batches, and the model was given the same batches in the same order "
                 f"again, {len(later)} times that were looked at"
             )
             at = script_lines.cycle_call(run) or passes[0].at
-            return [finding_at("no_set_epoch", at, evidence, None, _READ_ANEW)]
-    return []
+            yield finding_at("no_set_epoch", at, evidence, None, _READ_ANEW)
 
 
 def _optimizers(run: RecordedRun, one: Pass) -> frozenset[int]:

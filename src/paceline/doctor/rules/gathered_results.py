@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from paceline.doctor.rules.recorded_run import Event
-from paceline.doctor.script_ast import Scope, called, functions, scope_at, tree_of
+from paceline.observe.source import Scope, called, calls_in, functions, scope_at, tree_of
 
 # Functions and constructors that keep one of two equal entries.
 _DROPS = ("unique", "dict", "set", "narrow", "setdefault", "drop_duplicates", "index_copy_", "index_put_", "scatter_")
@@ -63,26 +63,19 @@ def uses_all(call: Event, loop: Any, sums: bool = False) -> bool:
     nodes = [n for scope, line in scopes for n in ast.walk(scope) if getattr(n, "end_lineno", line) >= line]
     own = {at[0] for at in (call["at"], loop) if at}  # a script may be installed
     files = {file for file, _ in path if not _SITE.search(file)} | own
-    calls = {
-        called(n)
-        for n in nodes
-        if isinstance(n, ast.Call) and (not sums or _COUNTED.search(", ".join(map(ast.unparse, n.args))))
-    }
+    counted = (n for n in calls_in(nodes) if not sums or _COUNTED.search(", ".join(map(ast.unparse, n.args))))
+    calls = {called(n) for n in counted}
     searched = {id(scope) for scope, _ in scopes} | {id(scope_at(*frame)) for frame in path}
-    nodes += [n for scope in _named(files, calls) if id(scope) not in searched for n in ast.walk(scope)]
-    printed = {id(part) for n in nodes if isinstance(n, ast.Call) and called(n) in _TELLS for part in ast.walk(n)}
+    helpers = [f for file in sorted(files) for f in functions(file) if f.name in calls and id(f) not in searched]
+    nodes += [n for scope in helpers for n in ast.walk(scope)]
+    printed = {id(part) for n in calls_in(nodes, *_TELLS) for part in ast.walk(n)}
     return not any(_slices(n) or (_masks(n) if sums else _stores_by_key(n)) for n in nodes if id(n) not in printed)
-
-
-def _named(files: set[str], names: set[str]) -> list[Scope]:
-    return [n for file in sorted(files) for n in functions(file) if n.name in names]
 
 
 def _slices(node: ast.AST) -> bool:
     """Is it a slice with an end, of the first dimension?"""
-    if not isinstance(node, ast.Subscript):
-        return False
-    first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
+    first = getattr(node, "slice", None)
+    first = first.elts[0] if isinstance(first, ast.Tuple) and first.elts else first
     return isinstance(first, ast.Slice) and first.upper is not None
 
 

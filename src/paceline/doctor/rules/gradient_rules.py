@@ -1,17 +1,20 @@
-"""Rules about gradients that are computed and never used."""
+"""Rules about what an optimizer makes of gradients: some are computed and never used, or used as shards of matrices."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
-from paceline.doctor.script_ast import accumulates
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of_each
+from paceline.observe.expressions import accumulates
 
 MIN_STEPS = 3  # steps before which gradients are dropped
 MOSTLY = 0.5  # of the steps
+MIN_SHARD_STEPS = 2  # steps that compute of shards
+MIN_NORMS = 2  # norms of one shape in a step, as of a weight and its update: one alone may only be looked at
 PROPORTIONAL = 1e-3  # relative deviation of a gradient from a multiple of another one
 
 
@@ -24,8 +27,17 @@ class _Window:
     used: list[Event] = field(default_factory=list)  # the others
     at: list[object] = field(default_factory=list)  # the line that drops them, or []
 
+    @property
+    def every(self) -> list[Event]:
+        return [*self.lost, *self.used]
+
 
 def findings(run: RecordedRun) -> list[Finding]:
+    """gradients_dropped, matrix_of_shard."""
+    return first_of_each(run, _dropped, _matrices_of_shards)
+
+
+def _dropped(run: RecordedRun) -> Iterator[Finding]:
     """gradients_dropped: of the micro-batches of a step the gradients of the last one alone are left.
 
     Gradients may be dropped on purpose: those that another optimizer has used (a GAN), of a first pass of two over a
@@ -37,17 +49,14 @@ def findings(run: RecordedRun) -> list[Finding]:
     for opt in sorted({e["opt"] for e in run.events(0, "dropped")}):
         windows = _windows(run.ranks[0], opt)
         cut = [w for w in windows if w.lost and w.used and _is_one_loop(w)]
-        if len(cut) < MIN_STEPS or len(cut) < MOSTLY * len(windows) or not _accumulates(cut) or _replaced(cut):
-            continue
-        first = cut[0]
-        lost, every = sum(len(w.lost) for w in cut), sum(len(w.lost) + len(w.used) for w in cut)
-        evidence = (
-            f"the gradients of {lost} of {every} backward passes were dropped before a step used them; at each of "
-            f"{len(cut)} steps those of the last {len(first.used)} of {len(first.lost) + len(first.used)} were left"
-        )
-        at = first.at or script_lines.gradient_drop(run) or first.used[-1]["at"]
-        return [finding_at("gradients_dropped", at, evidence)]
-    return []
+        if len(cut) >= max(MIN_STEPS, MOSTLY * len(windows)) and _accumulates(cut) and not _replaced(cut):
+            first, lost, every = cut[0], sum(len(w.lost) for w in cut), sum(len(w.every) for w in cut)
+            evidence = (
+                f"the gradients of {lost} of {every} backward passes were dropped before a step used them; at each of "
+                f"{len(cut)} steps those of the last {len(first.used)} of {len(first.every)} were left"
+            )
+            at = first.at or script_lines.gradient_drop(run) or first.used[-1]["at"]
+            yield finding_at("gradients_dropped", at, evidence)
 
 
 def _windows(events: list[Event], opt: int) -> list[_Window]:
@@ -76,10 +85,8 @@ def _windows(events: list[Event], opt: int) -> list[_Window]:
 
 def _is_one_loop(window: _Window) -> bool:
     """Do all passes come from one line, each with a batch of its own, or in a loop over micro-batches by its words?"""
-    every = [*window.lost, *window.used]
-    lines = {tuple(e["at"]) for e in every}
-    at = every[0]["at"]
-    return len(lines) == 1 and bool(at) and (all(e["fresh"] for e in every) or accumulates(*at))
+    lines, at = {tuple(e["at"]) for e in window.every}, window.every[0]["at"]
+    return len(lines) == 1 and bool(at) and (all(e["fresh"] for e in window.every) or accumulates(*at))
 
 
 def _accumulates(windows: list[_Window]) -> bool:
@@ -87,7 +94,7 @@ def _accumulates(windows: list[_Window]) -> bool:
     lost = [e for w in windows for e in w.lost]
     if all((e["local"] and not e["synced"]) or e.get("form", e["mean"]) == "divided" for e in lost):
         return True
-    counts = Counter(len(w.lost) + len(w.used) for w in windows)
+    counts = Counter(len(w.every) for w in windows)
     return counts.most_common(1)[0][1] >= len(windows) - 1  # the first window, or an epoch's last one, may be shorter
 
 
@@ -102,9 +109,48 @@ def _proportional(own: dict[str, list[float]], given: dict[str, list[float]]) ->
     names = [name for name in own if name in given and own[name][0] == given[name][0]]
     a = [v for name in names for v in own[name][2:]]
     b = [v for name in names for v in given[name][2:]]
-    square = sum(v * v for v in a)
-    if not square:
-        return True
-    factor = sum(x * y for x, y in zip(a, b)) / square
+    return not any(a) or multiple_of(a, b, PROPORTIONAL) is not None
+
+
+def multiple_of(a: Sequence[float], b: Sequence[float], within: float) -> float | None:
+    """c where b = c * a, but for this relative deviation; None where there is no such number."""
+    square = sum(x * x for x in a)
+    factor = sum(x * y for x, y in zip(a, b)) / square if square else 0.0
     rest = sum((y - factor * x) ** 2 for x, y in zip(a, b))
-    return rest <= PROPORTIONAL**2 * sum(y * y for y in b)
+    return factor if square and rest <= within**2 * sum(y * y for y in b) else None
+
+
+# --- shards
+
+
+def _matrices_of_shards(run: RecordedRun) -> Iterator[Finding]:
+    """matrix_of_shard: in its steps an optimizer multiplies or decomposes matrices of a shard's shape, or takes two
+    norms of them, and exchanges nothing. (Products of shards may be summed over the ranks.)"""
+    for rank in range(run.processes):
+        steps = _steps(run.ranks[rank])
+        wrong = [(found, end) for found, end in steps if found and not end["exchanged"]]
+        if len(wrong) >= max(MIN_SHARD_STEPS, len(steps)):
+            (first, *_), end = wrong[0]
+            part, whole = (" x ".join(map(str, shape)) for shape in (first["shape"], first["whole"]))
+            what = f"multiplied ({first['op']})" if first["kind"] == "product" else f"took the norm ({first['op']}) of"
+            evidence = (
+                f"in each of {len(wrong)} steps that were looked into, {end['optimizer']} {what} rank {rank}'s shard, "
+                f"{part}, of a weight of {whole} ({first['weight']}), and exchanged nothing"
+            )
+            yield finding_at("matrix_of_shard", first["at"], evidence)
+
+
+def _steps(events: list[Event]) -> list[tuple[list[Event], Event]]:
+    """(what was computed of shards, the "shards" event) for the steps that were looked into."""
+    found: list[tuple[list[Event], Event]] = []
+    pending: list[Event] = []
+    for e in events:
+        if e["k"] == "of_shard":
+            pending.append(e)
+        elif e["k"] == "shards":
+            products = [one for one in pending if one["kind"] == "product"]
+            norms = [one for one in pending if one["kind"] == "norm"]
+            twice = [one for one in norms if sum(o["shape"] == one["shape"] for o in norms) >= MIN_NORMS]
+            found.append((products or twice, e))
+            pending = []
+    return found

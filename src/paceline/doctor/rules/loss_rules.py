@@ -1,32 +1,47 @@
-"""Rules about the terms of a loss: each must be a mean over the global batch, or none."""
+"""Rules about the terms of a loss: each must be a mean over the global batch, or none; and where they are computed."""
 
 from __future__ import annotations
 
+import ast
 import math
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.rules.loss_lines import divides_by_processes, fractions_line, term_line
+from paceline.doctor.rules import script_lines
+from paceline.doctor.rules.model_rules import MIN_STEPS, MOSTLY, UNEQUAL, averaged_passes, differ, unequal_divisors
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
+from paceline.observe.expressions import divisions, world_pattern
+from paceline.observe.source import (
+    Scope,
+    called,
+    calls_in,
+    calls_of,
+    holds,
+    names_in,
+    nodes_of,
+    scope_at,
+    targets,
+    tree_of,
+)
 
-MIN_STEPS = 3  # backward passes
-MOSTLY = 0.5  # of the backward passes
-UNEQUAL = 1e-3  # relative difference of numbers that are not equal
+_COUNTS = ("one_hot", "bincount", "histc", "argmax", "topk", "scatter_add", "scatter_add_", "max")
+_PRODUCTS = ("dot", "einsum", "vdot", "inner")
+_MAX_DEPTH = 6  # assignments that are followed
+_ROUTING = ("output_router_logits", "router_aux_loss_coef")  # settings by which transformers adds the loss itself
 
 Pass = tuple[Event, ...]  # the ranks' "backward" events of one backward pass
+Line = list[Any] | None
 
 
 def findings(run: RecordedRun) -> list[Finding]:
-    """loss_mean_of_means of a further term, term_times_processes, own_fractions."""
-    if len(run.peers) < 2 or not any(run.events(0, "ddp", "fsdp")) or any(run.all_events("join")):
-        return []
-    per_rank = [list(run.events(rank, "backward")) for rank in run.peers]
-    hooked = any(e["mean"] != e.get("form", e["mean"]) for e in per_rank[0])
-    if len({len(events) for events in per_rank}) > 1 or hooked or any(e["rescaled"] for e in run.events(0, "before")):
-        return []
-    passes = [now for now in zip(*per_rank) if len({_form(e) for e in now}) == 1 and now[0].get("terms")]
-    lines = {tuple(now[0]["at"]) for now in passes}
+    """loss_mean_of_means of a further term, term_times_processes, own_fractions: the first of each."""
+    passes = [now for now in averaged_passes(run) if len({_form(e) for e in now}) == 1 and now[0].get("terms")]
+    lines = {tuple(now[0]["at"]) for now in passes} if len(run.peers) > 1 else ()
     by_line = [[now for now in passes if tuple(now[0]["at"]) == line] for line in sorted(lines)]
-    found = [f for some in by_line for f in (*_unequal(some), *_times_processes(some), *_own_fractions(some))]
+    rules = (_unequal, _times_processes, _own_fractions)
+    found = [f for some in by_line for rule in rules for f in islice(rule(some), 1)]
     return list({f.cause: f for f in reversed(found)}.values())[::-1]
 
 
@@ -34,48 +49,43 @@ def _form(backward: Event) -> tuple[str, ...]:
     return tuple(term["kind"] for term in backward.get("terms") or ())
 
 
-def _unequal(passes: list[Pass]) -> list[Finding]:
+def _unequal(passes: list[Pass]) -> Iterator[Finding]:
     """loss_mean_of_means: a term after the first is divided by a number of each rank's own."""
-    for place in range(1, max((len(now[0]["terms"]) for now in passes), default=0)):
-        terms = [[e["terms"][place] for e in now] for now in passes if place < len(now[0]["terms"])]
-        counted = [now for now in terms if all((t["count"] or 0) > 0 for t in now)]
-        unequal = [now for now in counted if _differ([t["count"] for t in now])]
-        weighed = [now for now in unequal if not _differ([t["factor"] / t["count"] for t in now])]
-        if weighed or len(unequal) < MIN_STEPS or len(unequal) < MOSTLY * len(counted):
-            continue
-        shown = " and ".join(f"{t['count']:g}" for t in unequal[0][:2])
-        evidence = (
-            f"in {len(unequal)} of {len(counted)} backward passes each rank divided term {place + 1} of its loss by a "
-            f"number of its own, first by {shown}, and the gradients were averaged as if these were equal"
-        )
-        backward = passes[0][0]
-        line = term_line(backward, place)
-        return [finding_at("loss_mean_of_means", line or backward["at"], evidence, backward["at"])]
-    return []
+    for place in range(1, max(len(now[0]["terms"]) for now in passes)):
+        terms = [(now, [e["terms"][place] for e in now]) for now in passes if place < len(now[0]["terms"])]
+        divided = [(now, [[t["count"] or 0, t["factor"]] for t in found]) for now, found in terms]
+        if unequal := unequal_divisors(divided):
+            counted = sum(all(count > 0 for count, _ in found) for _, found in divided)
+            shown = " and ".join(f"{count:g}" for count, _ in unequal[0][1][:2])
+            evidence = (
+                f"in {len(unequal)} of {counted} backward passes each rank divided term {place + 1} of its loss by a "
+                f"number of its own, first by {shown}, and the gradients were averaged as if these were equal"
+            )
+            at = passes[0][0]["at"]
+            yield finding_at("loss_mean_of_means", term_line(passes[0][0], place) or at, evidence, at)
 
 
-def _times_processes(passes: list[Pass]) -> list[Finding]:
+def _times_processes(passes: list[Pass]) -> Iterator[Finding]:
     """term_times_processes: the loss is multiplied by the number of processes, as a sum over a rank's targets must be
     that is divided by the number of all ranks' targets; but a further term is a rank's mean already."""
-    size = len(passes[0]) if passes else 0
-    in_text = bool(passes) and divides_by_processes(passes[0][0])
+    size, backward = len(passes[0]), passes[0][0]
+    in_text = _divides_by_processes(backward)
     places = [
         {n for n, term in enumerate(now[0]["terms"]) if _is_scaled_mean(term, size, in_text)}
         for now in passes
         if any(_is_global(now, n, size) for n in range(len(now[0]["terms"])))
     ]
     common = set.intersection(*places) if places else set()
-    if len(places) < MIN_STEPS or len(places) < MOSTLY * len(passes) or not common:
-        return []
-    place, backward = min(common), passes[0][0]
-    evidence = (
-        f"in {len(places)} of {len(passes)} backward passes the loss was multiplied by {size}, the number of ranks. "
-        f"One term is divided by the targets of all ranks and needs that; term {place + 1} is a mean of each rank, and "
-        f"counts {size} times"
-    )
-    weighed = backward["terms"][place]["kind"] == "weighed"
-    line = term_line(backward, place) or (fractions_line(backward) if weighed else None)
-    return [finding_at("term_times_processes", line or backward["at"], evidence, backward["at"])]
+    if len(places) >= MIN_STEPS and len(places) >= MOSTLY * len(passes) and common:
+        place = min(common)
+        evidence = (
+            f"in {len(places)} of {len(passes)} backward passes the loss was multiplied by {size}, the number of "
+            f"ranks. One term is divided by the targets of all ranks and needs that; term {place + 1} is a mean of "
+            f"each rank, and counts {size} times"
+        )
+        weighed = backward["terms"][place]["kind"] == "weighed"
+        line = term_line(backward, place) or (fractions_line(backward) if weighed else None)
+        yield finding_at("term_times_processes", line or backward["at"], evidence, backward["at"])
 
 
 def _is_global(now: Pass, place: int, size: int) -> bool:
@@ -83,7 +93,7 @@ def _is_global(now: Pass, place: int, size: int) -> bool:
     terms = [e["terms"][place] for e in now]
     if any(t["kind"] != "sum" or not t["count"] or t["own"] is None or not _has(t["outer"], size) for t in terms):
         return False
-    equal = not _differ([t["count"] for t in terms])
+    equal = not differ([t["count"] for t in terms])
     return equal and sum(t["own"] for t in terms) <= terms[0]["count"] * (1 + UNEQUAL)
 
 
@@ -101,29 +111,128 @@ def _has(factors: list[float], wanted: float) -> bool:
     return any(math.isclose(f, wanted, rel_tol=1e-6) for f in factors)
 
 
-def _own_fractions(passes: list[Pass]) -> list[Finding]:
+def _own_fractions(passes: list[Pass]) -> Iterator[Finding]:
     """own_fractions: a term weighs means over a rank's rows by fractions of that rank's rows. Fractions of the global
     batch are the same on all ranks."""
-    for place in range(max((len(now[0]["terms"]) for now in passes), default=0)):
-        terms = [
-            [e["terms"][place]["weights"] for e in now]
-            for now in passes
-            if place < len(now[0]["terms"]) and now[0]["terms"][place]["weights"]
-        ]
-        sums = [w[1] for now in terms for w in now]
-        unlike = [now for now in terms if len({w[0] for w in now}) > 1]
-        if len(unlike) < MIN_STEPS or len(unlike) < MOSTLY * len(terms) or _differ(sums):
-            continue
-        backward = passes[0][0]
-        evidence = (
-            f"in {len(unlike)} of {len(terms)} backward passes a term of the loss multiplied means over a rank's rows "
-            f"by {terms[0][0][2]} fractions. These differ between ranks, and sum to {sums[0]:.3g} on each: the mean of "
-            "such products is not the product of the global means"
-        )
-        line = fractions_line(backward) or term_line(backward, place)
-        return [finding_at("own_fractions", line or backward["at"], evidence, backward["at"])]
-    return []
+    for place in range(max(len(now[0]["terms"]) for now in passes)):
+        long = [now for now in passes if place < len(now[0]["terms"]) and now[0]["terms"][place]["weights"]]
+        terms = [[e["terms"][place]["weights"] for e in now] for now in long]
+        unlike = [now for now in terms if len({digest for digest, *_ in now}) > 1]
+        sums = [total for now in terms for _, total, _ in now]
+        if len(unlike) >= MIN_STEPS and len(unlike) >= MOSTLY * len(terms) and not differ(sums):
+            backward = passes[0][0]
+            evidence = (
+                f"in {len(unlike)} of {len(terms)} backward passes a term of the loss multiplied means over a rank's "
+                f"rows by {terms[0][0][2]} fractions. These differ between ranks, and sum to {sums[0]:.3g} on each: "
+                "the mean of such products is not the product of the global means"
+            )
+            line = fractions_line(backward) or term_line(backward, place)
+            yield finding_at("own_fractions", line or backward["at"], evidence, backward["at"])
 
 
-def _differ(values: list[float]) -> bool:
-    return max(values) - min(values) > UNEQUAL * max(map(abs, values))
+# --- the line where a term is computed
+
+
+def term_line(backward: dict[str, Any], place: int) -> Line:
+    """The line of a loss's term. backward: the event; place: the term's, in the order in which they are added."""
+    at = backward["at"]
+    at = (script_lines.loss_return(at) if backward.get("library") else at) or at
+    if not at or tree_of(at[0]) is None:
+        return None
+    scope = scope_at(*at)
+    loss = _loss(scope, at[1])
+    terms = list(_operands(scope, loss, at[1], _MAX_DEPTH)) if loss is not None else []
+    return [at[0], _made(scope, terms[place])] if place < len(terms) and len(terms) > 1 else None
+
+
+def fractions_line(backward: dict[str, Any]) -> Line:
+    """The line that multiplies fractions of tokens by means of probabilities; of a loss that transformers computes, the
+    setting that asks for it."""
+    at = backward["at"]
+    if not at:
+        return None
+    for call in calls_of(at[0], "sum", "mean", *_PRODUCTS):
+        if _multiplies(call) and any(calls_in(ast.walk(scope_at(at[0], call.lineno)), *_COUNTS)):
+            return [at[0], call.lineno]
+    for n in nodes_of(at[0]):
+        if isinstance(n, ast.keyword) and n.arg in _ROUTING:
+            return [at[0], n.value.lineno]
+        if isinstance(n, ast.Assign) and any(getattr(target, "attr", "") in _ROUTING for target in n.targets):
+            return [at[0], n.lineno]
+    return None
+
+
+def _divides_by_processes(backward: Event) -> bool:
+    """Does the script compute a part of 1 by the number of processes, or divide a coefficient by it?"""
+    file = backward["at"][0] if backward["at"] else ""
+    divided = (by for _, by, _ in divisions(n for n in nodes_of(file) if isinstance(n, ast.BinOp)))
+    return any(world_pattern(file).search(ast.unparse(by)) for by in divided)
+
+
+def _multiplies(call: ast.Call) -> bool:
+    """Does a call total a product? `(a * b).sum()`, `torch.sum(a * b)`, `torch.dot(a, b)`."""
+    of = call.func.value if isinstance(call.func, ast.Attribute) else None
+    parts = [*call.args, *([of] if of is not None else [])]
+    if called(call) in _PRODUCTS:
+        return len(parts) > 1
+    return any(isinstance(part, ast.BinOp) and isinstance(part.op, ast.Mult) for part in parts)
+
+
+def _loss(scope: Scope, line: int) -> ast.expr | None:
+    """What a line calls backward of, gives to backward, or returns."""
+    for n in ast.walk(scope):
+        if isinstance(n, ast.Call) and holds(n, line) and called(n) in ("backward", "manual_backward"):
+            loss: ast.expr | None = n.args[0] if n.args else getattr(n.func, "value", None)
+            while isinstance(loss, ast.Call) and loss.args:  # scaler.scale(loss)
+                loss = loss.args[0]
+            return loss
+        if isinstance(n, ast.Return) and n.lineno == line:
+            return n.value.elts[0] if isinstance(n.value, ast.Tuple) else n.value
+    return None
+
+
+def _assigned(scope: Scope, name: str, line: int) -> ast.Assign | ast.AugAssign | None:
+    """The last assignment to a name before a line."""
+    made = (n for n in ast.walk(scope) if isinstance(n, (ast.Assign, ast.AugAssign)) and n.lineno < line)
+    found = (n for n in made if any(name in names_in(target) for target in targets(n)))
+    return max(found, key=lambda n: n.lineno, default=None)
+
+
+def _terms(scope: Scope, name: str, line: int, depth: int) -> Iterator[ast.expr]:
+    """The terms of a loss that a script adds up under a name, in the order of its autograd graph."""
+    made = _assigned(scope, name, line) if depth else None
+    if made is None:
+        return
+    if isinstance(made, ast.AugAssign):
+        yield from _terms(scope, name, made.lineno, depth - 1)
+        if isinstance(made.op, (ast.Add, ast.Sub)):
+            yield made.value
+        return
+    yield from _operands(scope, made.value, made.lineno, depth)
+
+
+def _operands(scope: Scope, value: ast.expr, line: int, depth: int) -> Iterator[ast.expr]:
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Add, ast.Sub)):
+        yield from _operands(scope, value.left, line, depth)
+        yield from _operands(scope, value.right, line, depth)
+        return
+    if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Mult, ast.Div)):
+        for side in (value.left, value.right):  # a sum, times a number
+            inner = list(_operands(scope, side, line, depth)) if isinstance(side, (ast.BinOp, ast.Name)) else []
+            if len(inner) > 1:
+                yield from inner
+                return
+    if isinstance(value, ast.Name):
+        inner = list(_terms(scope, value.id, line, depth - 1))
+        if len(inner) > 1:
+            yield from inner
+            return
+    yield value
+
+
+def _made(scope: Scope, term: ast.expr) -> int:
+    """The line that computes a term: where its variable is assigned, or its own."""
+    if any(isinstance(n, ast.Call) for n in ast.walk(term)):
+        return term.lineno
+    lines = [made.lineno for name in names_in(term) if (made := _assigned(scope, name, term.lineno)) is not None]
+    return max(lines, default=term.lineno)

@@ -10,19 +10,22 @@ import ast
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from itertools import product
+from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.evaluation_rules import is_exchange, sharded_evaluations
-from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at
-from paceline.doctor.script_ast import called, divided_by_world, holds, nodes_of, scope_at, tree_of
+from paceline.doctor.rules.evaluation_rules import Evaluation, all_evaluations, is_exchange
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of_each
+from paceline.observe.expressions import divided_by_world, divisions
+from paceline.observe.source import calls_of, holds, keyword, nodes_of, scope_at, statement_at
 
 CLOSE = 2e-5  # relative difference of a number in float32 and the quotient that it comes from
 UNLIKE = 1e-3  # relative difference of counts that are not equal
 MIN_COUNT = 8  # of examples, or tokens, by which a rank divides
 DIGITS = 3  # digits that a printed number must have, so that no other quotient is taken for it
 _NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?:e[-+]?\d+)?", re.IGNORECASE)
+_NAME = re.compile(r"[A-Za-z_]\w*")
 _DURATION = re.compile(r"time|sec|elapsed|durat|start|begin|\bt\d|(^|\.)lr$", re.IGNORECASE)
 _TRAINS = re.compile(r"\.(fit|validate|test)\(")
 _AVERAGES = re.compile(r"""["'](mean|avg|average)["']|\.mean\(|\bmean\(|sync_dist|ReduceOp\.AVG""")
@@ -30,58 +33,46 @@ _AVERAGES = re.compile(r"""["'](mean|avg|average)["']|\.mean\(|\bmean\(|sync_dis
 Numbers = dict[str, float]
 
 
-class Evaluation(NamedTuple):
-    """An evaluation in which every rank reads a part of the data."""
-
-    loader: str  # the loader's name
-    passes: list[Pass]  # of each rank, over that loader
-    after: list[list[Event]]  # of each rank, the events from the begin of its pass until training goes on
-
-
 def findings(run: RecordedRun) -> list[Finding]:
     """local_metric, mean_of_means: the first of each."""
     if run.world_size < 2 or run.processes < 2:
         return []
-    local: list[Finding] = []
-    means: list[Finding] = []
-    for one in (Evaluation(*parts) for parts in sharded_evaluations(run)):
-        local = local or _share_of_whole(run, one)
-        means = means or _mean_of_quotients(one)
-    return [*local, *means]
+    return first_of_each(run, _share_of_whole, _mean_of_quotients)
+
+
+def _whole_shards(run: RecordedRun) -> list[Evaluation]:
+    """The evaluations in which every rank reads a part, to its end."""
+    return [one for one in all_evaluations(run) if one.sharded and one.complete]
 
 
 # --- rank 0's own sum, divided by the size of the whole
 
 
-def _share_of_whole(run: RecordedRun, one: Evaluation) -> list[Finding]:
+def _share_of_whole(run: RecordedRun) -> Iterator[Finding]:
     """local_metric: rank 0 tells a sum over its shard, divided by the number of examples of all ranks."""
-    size = run.loaders[0].get(one.loader, {}).get("size")
-    read = len(set(one.passes[0].indices or ()))
-    if not size or 2 * read > 1.5 * size:
-        return []
-    events, *of_others = (events[p.end - p.begin :] for p, events in zip(one.passes, one.after))
-    exchanged = [v for e in events if e["k"] == "coll" for v in e.get("result") or ()]
-    ours, theirs = _captures(events), [n for events in of_others for n in _captures(events)]
-    for said in (e for e in events if e["k"] == "said"):
-        for value, half in [*_printed(said["text"]), *_of_whole(said["text"], size)]:
-            for name, own in sorted(_both(ours)):
+    for one in _whole_shards(run):
+        size, read = run.about(one.loader).get("size") or 0, len(set(one.passes[0].indices or ()))
+        events, *of_others = (events[p.end - p.begin :] for p, events in zip(one.passes, one.after))
+        exchanged = [v for e in events if e["k"] == "coll" for v in e.get("result") or ()]
+        ours, theirs = _captures(events), [n for events in of_others for n in _captures(events)]
+        for said in (e for e in events if e["k"] == "said" and size and 2 * read <= 1.5 * size):
+            printed = [*_printed(said["text"]), *_of_whole(said["text"], size)]
+            for (value, half), (name, own) in product(printed, sorted(_both(ours))):
                 if not own or abs(own / size - value) > half or _same(own, (size, read)):
                     continue
                 others = [n[name] for n in theirs if name in n]
-                if all(other == own for other in others):
-                    continue  # it may be a sum of all ranks, of an evaluation before
                 whole = [own + other for other in others]  # of two ranks; of more it is larger still
                 of_all = [v / d for v in exchanged for d in (1.0, size, run.world_size)]
-                if any(abs(v - value) <= half for v in of_all) or all(abs(w / size - value) <= half for w in whole):
+                # It may be a sum of all ranks, of an evaluation before.
+                if all(other == own for other in others) or any(abs(v - value) <= half for v in of_all):
                     continue
                 line = _division(run, name, size, ours) or (said["at"] if f"{own:g}/{size}" in said["text"] else None)
-                if line is not None:
+                if line is not None and not all(abs(w / size - value) <= half for w in whole):
                     evidence = (
                         f"rank 0 logged {said['text'].strip()!r}: {own:g}, which it had in `{name}` after the {read} "
                         f"examples of its shard, divided by all {size}"
                     )
-                    return [finding_at("local_metric", said["at"], evidence, line)]
-    return []
+                    yield finding_at("local_metric", said["at"], evidence, line)
 
 
 def _captures(events: list[Event]) -> list[Numbers]:
@@ -126,41 +117,27 @@ def _division(run: RecordedRun, name: str, size: int, captures: list[Numbers]) -
     """The line that divides the variable by a `len(...)`, or by a name whose value is that size."""
     last = re.split(r"[.\[]", name)[0 if "[" in name else -1]
     sizes = {re.split(r"[.\[]", n)[-1] for n, value in _both(captures) if value == size}
-    for file in _files(run):
-        for n in nodes_of(file):
-            if isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div):
-                part, by = ast.unparse(n.left), ast.unparse(n.right)
-            elif isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Div):
-                part, by = ast.unparse(n.target), ast.unparse(n.value)
-            else:
-                continue
-            words = set(re.findall(r"[A-Za-z_]\w*", by))
-            if last in re.findall(r"[A-Za-z_]\w*", part) and ("len" in words or words & sizes):
-                return [file, n.lineno]
+    for file in run.files("optimizer", "pass", "said", "coll", "loader"):
+        for part, by, line in divisions(nodes_of(file)):
+            words = set(_NAME.findall(ast.unparse(by)))
+            if last in _NAME.findall(ast.unparse(part)) and ("len" in words or words & sizes):
+                return [file, line]
     return None
-
-
-def _files(run: RecordedRun) -> list[str]:
-    return sorted({e["at"][0] for e in run.events(0, "optimizer", "pass", "said", "coll", "loader") if e["at"]})
 
 
 # --- a mean of the ranks' quotients, whose divisors differ
 
 
-def _mean_of_quotients(one: Evaluation) -> list[Finding]:
+def _mean_of_quotients(run: RecordedRun) -> Iterator[Finding]:
     """mean_of_means: each rank divides its sum by a count of its own, and the quotients are averaged."""
-    exchanges = ([e for e in events if is_exchange(e)] for events in one.after)
-    per_rank = [[e for e in events if e.get("sent")] for events in exchanges]
-    if len({len(calls) for calls in per_rank}) > 1:
-        return []
-    calls = list(zip(*per_rank))
-    sent = [tuple(values) for es in calls for values in zip(*(e["sent"] for e in es))]
-    for es in calls:
-        for values in zip(*(e["sent"] for e in es)):
-            if len(set(values)) == 1 or all(v == int(v) for v in values):
-                continue
-            found = _quotient(one, es, values)
-            if found is None or any(_close(found[1][1], counts) for counts in sent):
+    for one in _whole_shards(run):
+        per_rank = [[e for e in events if is_exchange(e) and e.get("sent")] for events in one.after]
+        calls = list(zip(*per_rank)) if len(set(map(len, per_rank))) == 1 else []
+        sent = [(es, values) for es in calls for values in zip(*(e["sent"] for e in es))]
+        for es, values in sent:
+            whole_numbers = len(set(values)) == 1 or all(v == int(v) for v in values)
+            found = None if whole_numbers else _quotient(one, es, values)
+            if found is None or any(_close(found[1][1], counts) for _, counts in sent):
                 continue
             (top, bottom), (sums, counts) = found
             mean, whole = sum(values) / len(values), sum(sums) / sum(counts)
@@ -174,8 +151,7 @@ def _mean_of_quotients(one: Evaluation) -> list[Finding]:
                 f"{mean:.6g}, where the sums divided once give {whole:.6g}"
             )
             at, beside = (logged, None) if logged else _lines(one, es[0], path)
-            return [finding_at("mean_of_means", at, evidence, beside)]
-    return []
+            yield finding_at("mean_of_means", at, evidence, beside)
 
 
 def _quotient(
@@ -219,13 +195,11 @@ def _averaged(one: Evaluation, call: Event, path: list[list[Any]], mean: float, 
     at = call["at"]
     if call.get("by") == "AVG" or (at and divided_by_world(*at)):
         return True
-    if any(_AVERAGES.search(_statement(*frame)) for frame in path):
-        return True
-    for said in (e for e in one.after[0] if e["k"] == "said" and e["t"] >= call["t"]):
-        for value, half in _printed(said["text"]):
-            if abs(value - mean) <= half and abs(value - whole) > 2 * half:
-                return True
-    return False
+    said = [e["text"] for e in one.after[0] if e["k"] == "said" and e["t"] >= call["t"]]
+    printed = [(abs(value - mean), abs(value - whole), half) for text in said for value, half in _printed(text)]
+    return any(_AVERAGES.search(_statement(*frame)) for frame in path) or any(
+        of_mean <= half and of_whole > 2 * half for of_mean, of_whole, half in printed
+    )
 
 
 def _is_script(one: Evaluation, frame: list[Any]) -> bool:
@@ -235,11 +209,8 @@ def _is_script(one: Evaluation, frame: list[Any]) -> bool:
 
 def _statement(file: str, line: int) -> str:
     """The text of the innermost statement at a line."""
-    if tree_of(file) is None:
-        return ""
-    found = [n for n in ast.walk(scope_at(file, line)) if isinstance(n, ast.stmt) and holds(n, line)]
-    found = [n for n in found if not hasattr(n, "body")]
-    return ast.unparse(max(found, key=lambda n: n.lineno)) if found else ""
+    found = statement_at(file, line)
+    return "" if found is None or hasattr(found.node, "body") else ast.unparse(found.node)
 
 
 def _lines(one: Evaluation, call: Event, path: list[list[Any]]) -> tuple[Any, Any]:
@@ -257,14 +228,10 @@ def _log_call(path: list[list[Any]], names: tuple[str, str]) -> list[Any] | None
     """Where Lightning makes the call for `self.log(..., sync_dist=True)`, which averages: that line."""
     words = {re.split(r"[.\[]", name)[-1] for name in names}
     for file in dict.fromkeys(file for file, _ in path):
-        found = [
-            n
-            for n in nodes_of(file)
-            if isinstance(n, ast.Call) and called(n) in ("log", "log_dict")
-            if any(k.arg == "sync_dist" for k in n.keywords) and "sum" not in ast.unparse(n)
-        ]  # fmt: skip
+        logs = [n for n in calls_of(file, "log", "log_dict") if keyword(n, "sync_dist") is not None]
+        found = [n for n in logs if "sum" not in ast.unparse(n)]
         direct = [n for n in found if any(holds(n, line) for f, line in path if f == file)]
-        named = [n for n in found if words & set(re.findall(r"[A-Za-z_]\w*", ast.unparse(n)))]
+        named = [n for n in found if words & set(_NAME.findall(ast.unparse(n)))]
         if direct or (found and _TRAINS.search(_statement(*path[0]))):
             return [file, (direct or named or found)[0].lineno]
     return None

@@ -6,7 +6,18 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.doctor.script_ast import Scope, called, functions, holds, nodes_of, scope_at, tree_of
+from paceline.observe.source import (
+    FUNCTIONS,
+    Scope,
+    called,
+    calls_in,
+    functions,
+    holds,
+    nodes_of,
+    scope_at,
+    statements_in,
+    tree_of,
+)
 
 _MAX_CALLERS = 3  # how far callers of the function with the loop are followed
 
@@ -20,7 +31,8 @@ def comes_from(said: Any, loop: Any) -> bool | None:
     if not said or not loop or tree_of(said[0]) is None or tree_of(loop[0]) is None:
         return None
     scope, source = scope_at(*said), scope_at(*loop)
-    statements = sorted(_statements(scope), key=lambda n: n.lineno)
+    own = [s.node for s in statements_in(said[0], scope) if not any(_hides(n) for n in (*s.inside, s.node))]
+    statements = sorted(own, key=lambda n: n.lineno)
     printing = max((n for n in statements if holds(n, said[1])), key=lambda n: n.lineno, default=None)
     if printing is None or hasattr(printing, "body"):
         return None
@@ -41,7 +53,7 @@ def comes_from(said: Any, loop: Any) -> bool | None:
         if looping is not None and (statement is looping or holds(looping, statement.lineno)):
             made |= dict.fromkeys(_made_in(statement) - modules, True)
             continue
-        evaluations = [n for n in _calls(statement) if called(n) in makers]
+        evaluations = [n for n in calls_in(_heads(statement)) if called(n) in makers]
         tainted = bool(evaluations) or any(made.get(name) for name in _used(statement) - modules)
         for name in _made_in(statement, body=False) - modules:
             kept = isinstance(statement, (ast.AugAssign, ast.Expr)) and made.get(name, False)
@@ -51,23 +63,15 @@ def comes_from(said: Any, loop: Any) -> bool | None:
         _key(printing.value.func) if isinstance(printing, ast.Expr) and isinstance(printing.value, ast.Call) else ""
     )
     used = _used(printing) - modules - {teller}
-    if any(called(n) in makers for n in _calls(printing)) or any(made.get(name) for name in used):
+    if any(called(n) in makers for n in calls_in(_heads(printing))) or any(made.get(name) for name in used):
         return True
     values = used - _functions_of(printing)
     return False if values and all(name in made for name in values) else None
 
 
-def _statements(scope: Scope) -> Iterator[ast.stmt]:
-    """The statements of a function, or of a module, without those of functions and classes inside it."""
-    pending: list[ast.AST] = list(scope.body)
-    while pending:
-        node = pending.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            continue
-        if isinstance(node, ast.stmt):
-            yield node
-        if isinstance(node, (ast.stmt, ast.excepthandler, ast.match_case)):
-            pending += ast.iter_child_nodes(node)
+def _hides(node: ast.stmt) -> bool:
+    """Is it a function or a class, whose statements are no part of what is around it?"""
+    return isinstance(node, (*FUNCTIONS, ast.ClassDef))
 
 
 def _heads(statement: ast.stmt) -> Iterator[ast.AST]:
@@ -75,10 +79,6 @@ def _heads(statement: ast.stmt) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(statement):
         if not isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
             yield from ast.walk(child)
-
-
-def _calls(statement: ast.stmt) -> Iterator[ast.Call]:
-    return (n for n in _heads(statement) if isinstance(n, ast.Call))
 
 
 def _key(node: ast.AST) -> str:
@@ -102,7 +102,7 @@ def _used(statement: ast.stmt) -> set[str]:
 
 def _functions_of(statement: ast.stmt) -> set[str]:
     """Names that a statement calls: of functions, and of the objects whose methods it calls."""
-    return {_key(n.func) for n in _calls(statement)}
+    return {_key(n.func) for n in calls_in(_heads(statement))}
 
 
 def _made_in(node: ast.AST, body: bool = True) -> set[str]:
@@ -138,7 +138,5 @@ def _callers(file: str, function: Scope) -> set[str]:
     """The names of a function, and of those that call it, directly or by each other."""
     names = {getattr(function, "name", "")} - {""}
     for _ in range(_MAX_CALLERS):
-        names |= {
-            f.name for f in functions(file) if any(isinstance(n, ast.Call) and called(n) in names for n in ast.walk(f))
-        }
+        names |= {f.name for f in functions(file) if names and any(calls_in(ast.walk(f), *names))}
     return names

@@ -1,19 +1,19 @@
-"""A learning rate that grows with the number of processes where the global batch does not.
+"""How the learning rate and the global batch grow with the number of processes.
 
-The text alone makes a note at most (lr_scaling_rules.py). Here the numbers of the run must agree with it.
+The text alone makes a note at most. Where the numbers of the run agree with it, it is a fault.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
+from collections.abc import Iterator
 
 from paceline.doctor.findings import Finding
-from paceline.doctor.rules.expressions import Piece, assigned, call_at, divided_by, pieces
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
-from paceline.doctor.rules.schedule_rules import micro_batches
-from paceline.doctor.script_ast import BATCH, WORLD, called, holds, nodes_of
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of
+from paceline.doctor.rules.schedule_rules import accumulated
+from paceline.observe.expressions import BATCH, RATE, WORLD, Piece, call_at, divided_by, pieces, world_pattern
+from paceline.observe.source import assigned, called, calls_in, holds, keyword, nodes_of, targets
 
 _ROOT = re.compile(r"sqrt|\*\* *\(?0?\.5|pow")
 _PARTS = re.compile(r"accum|micro", re.IGNORECASE)
@@ -21,6 +21,11 @@ _DISTRIBUTED = re.compile(r"world|dist|ddp|parallel|rank|gpu|process", re.IGNORE
 
 
 def findings(run: RecordedRun) -> list[Finding]:
+    """lr_scaled_alone; and lr_scaled_twice or lr_not_scaled."""
+    return [*first_of(run, _scaled_alone), *first_of(run, _by_text)]
+
+
+def _scaled_alone(run: RecordedRun) -> Iterator[Finding]:
     """lr_scaled_alone: the rate is multiplied by the number of processes, and each takes that part of the batch, or of
     the micro-batches, so that the global batch stays. DDP averages, and the losses are means: the gradient stays too.
 
@@ -29,38 +34,34 @@ def findings(run: RecordedRun) -> list[Finding]:
     """
     optimizer = next((e for e in run.events(0, "optimizer") if e["at"] and e["lr"]), None)
     loader = next((e for e in run.events(0, "loader") if e["loader"] in run.training_loaders and e["batch"]), None)
-    backwards = list(run.events(0, "backward"))
-    k = Counter(len(calls) for calls, _ in micro_batches(run)).most_common(1)
-    micro = k[0][0] if k else 1
-    if optimizer is None or loader is None or not any(run.events(0, "ddp", "fsdp")):
-        return []
-    if not backwards or not all(_is_mean(e, micro, run.world_size * loader["batch"]) for e in backwards):
-        return []
-    files = sorted({e["at"][0] for e in run.events(0, "optimizer", "loader", "backward", "pass", "ddp") if e["at"]})
+    backwards, micro = list(run.events(0, "backward")), accumulated(run)
+    if optimizer is None or loader is None or not backwards or not any(run.events(0, "ddp", "fsdp")):
+        return
+    if not all(_is_mean(e, micro, run.world_size * loader["batch"]) for e in backwards):
+        return
+    files = run.files("optimizer", "loader", "backward", "pass", "ddp")
     rate = _argument(files, optimizer["at"], ("lr", 1))
     scaled = [p for p in rate if _factors(p, WORLD)]
-    if len(scaled) != 1 or any(divided_by(p, WORLD) or _ROOT.search(p.text) for p in rate):
-        return []
-    linear = any(_factors(p, BATCH) for p in rate)
-    if linear or not _was_run(scaled[0], rate, optimizer["lr"][0], run.world_size):
-        return []
+    otherwise = any(divided_by(p, WORLD) or _ROOT.search(p.text) or _factors(p, BATCH) for p in rate)
+    if len(scaled) != 1 or otherwise or not _was_run(scaled[0], rate, optimizer["lr"][0], run.world_size):
+        return
     # A library may have made the loader anew, at another line.
-    made = [e["at"] for e in run.events(0, "loader") if (e["size"], e["batch"]) == (loader["size"], loader["batch"])]
-    parts = next(filter(None, (_argument(files, at, ("batch_size", 1)) for at in made if at)), [])
-    divided = next((p for p in parts if divided_by(p, WORLD)), None)
-    each, what = loader["batch"], "examples"
-    if divided is None:
-        parts = _micro_batch_numbers(files)
+    made = [e["at"] for e in run.events(0, "loader", size=loader["size"], batch=loader["batch"])]
+    of_batch = next(filter(None, (_argument(files, at, ("batch_size", 1)) for at in made if at)), [])
+    for parts, each, what in (
+        (of_batch, loader["batch"], "examples"),
+        (_micro_batch_numbers(files), micro, "micro-batches"),
+    ):
         divided = next((p for p in parts if divided_by(p, WORLD)), None)
-        each, what = micro, "micro-batches"
-    if divided is None or not _was_run(divided, parts, each, 1 / run.world_size):
-        return []
-    evidence = (
-        f"each of {run.world_size} processes takes {each:g} {what} a step, {each * run.world_size:g} together for any "
-        f"number of processes (`{ast.unparse(divided.node)}`), and the rate is multiplied by {run.world_size} "
-        f"(`{ast.unparse(scaled[0].node)}`): {optimizer['lr'][0]:g}"
-    )
-    return [finding_at("lr_scaled_alone", scaled[0].line, evidence, divided.line)]
+        if divided is not None:
+            if _was_run(divided, parts, each, 1 / run.world_size):
+                evidence = (
+                    f"each of {run.world_size} processes takes {each:g} {what} a step, {each * run.world_size:g} "
+                    f"together for any number of processes (`{ast.unparse(divided.node)}`), and the rate is multiplied "
+                    f"by {run.world_size} (`{ast.unparse(scaled[0].node)}`): {optimizer['lr'][0]:g}"
+                )
+                yield finding_at("lr_scaled_alone", scaled[0].line, evidence, divided.line)
+            return
 
 
 def _is_mean(backward: Event, micro: int, of_all: int) -> bool:
@@ -79,9 +80,8 @@ def _argument(files: list[str], line: list[object], named: tuple[str, int]) -> l
     """The argument of this name, or place, of the call at a line, and what it is made of."""
     call = call_at(line)
     name, place = named
-    calls = [n for n in ast.walk(call) if isinstance(n, ast.Call)] if call else []
-    for n in calls:
-        given = next((k.value for k in n.keywords if k.arg == name), None)
+    for n in calls_in(ast.walk(call)) if call else ():
+        given = keyword(n, name)
         if given is None and len(n.args) > place and called(n)[:1].isupper():
             given = n.args[place]
         if given is not None:
@@ -113,3 +113,68 @@ def _was_run(line: Piece, made_of: list[Piece], value: float, factor: float) -> 
 
 def _near(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-6 * abs(b)
+
+
+# --- by the text alone
+
+
+def _by_text(run: RecordedRun) -> Iterator[Finding]:
+    """lr_scaled_twice, lr_not_scaled."""
+    files = run.files("optimizer", "ddp", "loader", "backward", "sched") if run.reduces_gradients else []
+    nodes = [(file, node) for file in files for node in nodes_of(file)]
+    scaled = [(file, *found) for file, node in nodes for found in _scalings(node, world_pattern(file))]
+    divided = any(_divides(node, world_pattern(file)) for file, node in nodes)
+    if len(scaled) > 1:
+        lines = "; ".join(f"line {line}: {text}" for _, line, text in scaled[:3])
+        yield finding_at("lr_scaled_twice", [*scaled[1][:2]], lines)
+    loaders = (e for e in run.events(0, "loader") if e["loader"] in run.training_loaders and e["batch"])
+    batch, optimizer = next((e["batch"] for e in loaders), None), next(run.events(0, "optimizer"), None)
+    if run.reduces_gradients and not scaled and not divided and optimizer is not None and batch:
+        evidence = (
+            f"{run.world_size} processes take {run.world_size * batch} examples a step, {batch} each; lr stays "
+            f"{optimizer['lr'][0]}"
+        )
+        yield finding_at("lr_not_scaled", optimizer["at"], evidence)
+
+
+def divides_rate(run: RecordedRun) -> bool:
+    """Does the script divide its learning rate by the number of processes?"""
+    return any(
+        isinstance(value, ast.BinOp)
+        and isinstance(value.op, ast.Div)
+        and RATE.search(name)
+        and world_pattern(file).search(ast.unparse(value))
+        for file in run.files("optimizer")
+        for node in nodes_of(file)
+        for name, value in _named(node)
+    )
+
+
+def _named(node: ast.AST) -> list[tuple[str, ast.expr]]:
+    """(name, value) of what is assigned, or given by its name."""
+    if isinstance(node, ast.keyword) and node.arg:
+        return [(node.arg, node.value)]
+    return [(ast.unparse(target), node.value) for target in targets(node)] if isinstance(node, ast.Assign) else []
+
+
+def _scalings(node: ast.AST, world: re.Pattern[str]) -> list[tuple[int, str]]:
+    """(line, text) of the multiplications of a learning rate by the number of processes, one for each factor."""
+    if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
+        hits = len(world.findall(ast.unparse(node.value))) if RATE.search(ast.unparse(node.target)) else 0
+        return [(node.lineno, ast.unparse(node))] * hits
+    return [
+        (value.lineno, f"{name} = {ast.unparse(value)}")
+        for name, value in _named(node)
+        if RATE.search(name) and not isinstance(value, (ast.Call, ast.Dict, ast.List))
+        for piece in ast.walk(value)
+        if isinstance(piece, ast.BinOp) and isinstance(piece.op, ast.Mult)
+        for side in (piece.left, piece.right)
+        if not isinstance(side, ast.BinOp) and world.search(ast.unparse(side))
+    ]
+
+
+def _divides(node: ast.AST, world: re.Pattern[str]) -> bool:
+    """Is a batch size divided by the number of processes?"""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv)):
+        return bool(BATCH.search(ast.unparse(node.left)) and world.search(ast.unparse(node.right)))
+    return False

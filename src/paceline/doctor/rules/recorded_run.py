@@ -59,16 +59,17 @@ or [], are in all of them. The others, by kind:
 
 from __future__ import annotations
 
-import json
 import os
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice, takewhile
 from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules.padded_rows import unify_padded
+from paceline.observe.records import read_records
 
 Event = dict[str, Any]
 MIN_TRAINED = 2  # yields followed by a backward, of a loader that trains
@@ -100,6 +101,11 @@ class Pass:
             return None
         return [i for y in self.yields for i in y["idx"]]
 
+    @property
+    def digests(self) -> list[int]:
+        """The digests of the rows that were read, by the first tensor of each batch."""
+        return [digest for y in self.yields if y["rows"] for digest in y["rows"][0]]
+
 
 class RecordedRun:
     """The events of all ranks."""
@@ -109,13 +115,48 @@ class RecordedRun:
         self.cut = cut  # was the script ended from outside?
         self.processes = len(self.ranks)  # the number of ranks
 
-    def events(self, rank: int, *kinds: str) -> Iterator[Event]:
-        """The events of these kinds on one rank."""
-        return (event for event in self.ranks[rank] if event["k"] in kinds)
+    def events(self, rank: int, *kinds: str, **fields: Any) -> Iterator[Event]:
+        """The events of these kinds on one rank, with these values in their fields."""
+        return (
+            event
+            for event in self.ranks[rank]
+            if event["k"] in kinds and all(event.get(name) == value for name, value in fields.items())
+        )
 
-    def all_events(self, *kinds: str) -> Iterator[Event]:
-        """The events of these kinds on all ranks."""
-        return (event for events in self.ranks for event in events if event["k"] in kinds)
+    def all_events(self, *kinds: str, **fields: Any) -> Iterator[Event]:
+        """The same on all ranks, one after the other."""
+        return (event for rank in range(self.processes) for event in self.events(rank, *kinds, **fields))
+
+    def has(self, *kinds: str, **fields: Any) -> bool:
+        """Has any rank such an event?"""
+        return any(True for _ in self.all_events(*kinds, **fields))
+
+    def line(self, *kinds: str, rank: int = 0, **fields: Any) -> Any:
+        """[file, line] of the first such event of a rank; None where there is none."""
+        return next((event["at"] for event in self.events(rank, *kinds, **fields)), None)
+
+    def files(self, *kinds: str) -> list[str]:
+        """The script's files with a line of such an event of rank 0."""
+        return sorted({event["at"][0] for event in self.events(0, *kinds) if event["at"]})
+
+    def per_peer(self, *kinds: str, **fields: Any) -> list[list[Event]]:
+        """For each peer: such events."""
+        return [list(self.events(rank, *kinds, **fields)) for rank in self.peers]
+
+    def together(self, kind: str) -> list[tuple[Event, ...]]:
+        """The peers' events of a kind: the first of each, the second of each, and so on; [] where the peers have
+        unequally many."""
+        per_peer = self.per_peer(kind)
+        return list(zip(*per_peer)) if len(set(map(len, per_peer))) == 1 else []
+
+    def about(self, loader: str, rank: int = 0) -> Event:
+        """What is known of a loader: its "loader" event, or {}."""
+        return self.loaders[rank].get(loader, {})
+
+    def over(self, loader: str, rank: int = 0, trained: bool = False) -> list[Pass]:
+        """A rank's passes over a loader that have read anything. trained: those in which it trained."""
+        own = (one for one in self.passes[rank] if one.loader == loader and one.yields)
+        return [one for one in own if one.training or not trained]
 
     @cached_property
     def world_size(self) -> int:
@@ -125,32 +166,35 @@ class RecordedRun:
     @cached_property
     def reduces_gradients(self) -> bool:
         """Are gradients reduced, by DDP, by FSDP or by the script's own collectives?"""
-        ddp = any(len(e["ranks"]) > 1 for e in self.all_events("ddp", "fsdp"))
-        return self.world_size > 1 and (ddp or self.reduces_by_hand)
+        wrapped = any(len(e["ranks"]) > 1 for e in self.all_events("ddp", "fsdp"))
+        return self.world_size > 1 and (wrapped or self.reduces_by_hand)
 
     @cached_property
     def meant_as_replicas(self) -> bool:
         """Are the processes meant as replicas of one model, though nothing is reduced? They are where a sampler shards
         one data set over them, or weights are broadcast before the first step; not where they send each other messages,
         or weights in mid-training, since that may keep one model in another way."""
-        dealt = any(self.loaders[0].get(n, {}).get("sampler") == "distributed" for n in self.training_loaders)
-        sent = [(e["op"], stepped) for events in self.ranks for e, stepped in _weights_sent(events)]
-        given = any(op == "broadcast" for op, _ in sent)
-        return (
-            self.world_size > 1
-            and (dealt or given)
-            and not any(self.all_events("p2p"))
-            and not any(late for _, late in sent)
-        )
+        given = any(e["op"] == "broadcast" for e, _ in self._weights_sent)
+        alone = not self.has("p2p") and not any(stepped for _, stepped in self._weights_sent)
+        return self.world_size > 1 and (self._dealt or given) and alone
 
     @cached_property
     def exchanges_weights(self) -> bool:
         """Do ranks with shards of one data set broadcast weights in mid-training, and reduce nothing?"""
-        dealt = any(self.loaders[0].get(n, {}).get("sampler") == "distributed" for n in self.training_loaders)
-        late = [[e["op"] for e, stepped in _weights_sent(events) if stepped] for events in self.ranks]
-        plain = all(ops and set(ops) == {"broadcast"} for ops in late)
-        reduced = self.reduces_gradients or any(e.get("of") == "grad" for e in self.all_events("coll"))
-        return self.world_size > 1 and dealt and plain and not reduced and not any(self.all_events("p2p"))
+        late = [{e["op"] for e, stepped in _weights_sent(events) if stepped} for events in self.ranks]
+        plain = all(ops == {"broadcast"} for ops in late)
+        reduced = self.reduces_gradients or self.has("coll", of="grad")
+        return self.world_size > 1 and self._dealt and plain and not reduced and not self.has("p2p")
+
+    @cached_property
+    def _dealt(self) -> bool:
+        """Does a sampler shard the training data over the ranks?"""
+        return any(self.about(loader).get("sampler") == "distributed" for loader in self.training_loaders)
+
+    @cached_property
+    def _weights_sent(self) -> list[tuple[Event, bool]]:
+        """(event, was a step made before it?) of all ranks' collectives that send weights."""
+        return [sent for events in self.ranks for sent in _weights_sent(events)]
 
     @cached_property
     def peers(self) -> list[int]:
@@ -167,18 +211,17 @@ class RecordedRun:
     @cached_property
     def reduces_by_hand(self) -> bool:
         """Does each rank reduce gradients by a collective of the script's own?"""
-        counts = Counter(
-            rank for rank in range(self.processes) for e in self.events(rank, "coll") if e.get("of") == "grad"
-        )
-        return len(counts) == self.processes
+        return all(any(self.events(rank, "coll", of="grad")) for rank in range(self.processes))
 
     @cached_property
     def model_parallel(self) -> set[str]:
         """Names of weights that are parts of one model, as in tensor parallelism by hand: they differ at the start, and
         their gradients are never reduced, where those of other weights are."""
-        per_rank: Iterator[Iterator[Event]] = (self.events(rank, "before") for rank in range(self.processes))
-        first: list[dict[str, Any]] = [next((e["weights"] for e in events if e["weights"]), {}) for events in per_rank]
-        sent = [e.get("number") for e in self.events(0, "coll") if e.get("of") == "grad"]
+        first: list[dict[str, Any]] = [
+            next((e["weights"] for e in self.events(rank, "before") if e["weights"]), {})
+            for rank in range(self.processes)
+        ]
+        sent = [e.get("number") for e in self.events(0, "coll", of="grad")]
         if any(self.events(0, "ddp")) or len(list(self.events(0, "optimizer"))) != 1 or not sent or None in sent:
             return set()
         numbered = enumerate(first[0].items(), 1)
@@ -187,8 +230,7 @@ class RecordedRun:
     @cached_property
     def averages_weights(self) -> bool:
         """Are weights reduced in mid-training, as in local SGD?"""
-        sent = (one for events in self.ranks for one in _weights_sent(events))
-        return any(stepped and "reduce" in e["op"] for e, stepped in sent)
+        return any(stepped and "reduce" in e["op"] for e, stepped in self._weights_sent)
 
     @cached_property
     def loaders(self) -> list[dict[str, Event]]:
@@ -281,30 +323,45 @@ def file_line(at: Any) -> str:
     return f"{near if len(near) < len(path) else path}:{line}"
 
 
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """The first of these names, and whether there are more."""
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
 def finding_at(cause: str, at: Any, evidence: str, beside: Any = None, fitting: str = "") -> Finding:
     """A Finding, from [file, line] of what it names; None or [] where there is no line. fitting: its own remedy."""
     return Finding(cause, file_line(at), evidence, file_line(beside), fitting)
+
+
+def restored_line(run: RecordedRun, before: Event) -> Any:
+    """The line where some ranks alone load the state of an optimizer, or of its scheduler, before this step of it; or
+    None."""
+
+    def earlier(e: Event) -> bool:
+        return e["k"] == "restored" or e["opt"] != before["opt"] or e["step"] < before["step"]
+
+    begun = [takewhile(earlier, events) for events in run.per_peer("restored", "before")]
+    per_rank = [[e["at"] for e in events if e["k"] == "restored" and e["at"]] for events in begun]
+    return next((at for mine in per_rank for at in mine if any(mine.count(at) != o.count(at) for o in per_rank)), None)
+
+
+Rule = Callable[[RecordedRun], Iterator[Finding]]
+
+
+def first_of(run: RecordedRun, *rules: Rule) -> list[Finding]:
+    """The first finding of the first rule that has one. Each rule yields what it finds, the gravest first."""
+    return list(islice((finding for rule in rules for finding in rule(run)), 1))
+
+
+def first_of_each(run: RecordedRun, *rules: Rule) -> list[Finding]:
+    """The first finding of each rule."""
+    return [finding for rule in rules for finding in first_of(run, rule)]
 
 
 def read_run(directory: str, processes: int, cut: bool = False) -> RecordedRun:
     """Read the logs of all ranks; of a process that was killed, what it had written."""
     names = ("workers-{}.jsonl", "rank-{}.jsonl")  # a rank's own events last: they tell how it ended
     per_rank = ([os.path.join(directory, name.format(rank)) for name in names] for rank in range(processes))
-    ranks = [[event for path in paths for event in read_lines(path)] for paths in per_rank]
+    ranks = [[event for path in paths for event in read_records(path)] for paths in per_rank]
     unify_padded(ranks)
     return RecordedRun(ranks, cut)
-
-
-def read_lines(path: str) -> list[Event]:
-    """The objects in a file of JSON lines, without an incomplete last one."""
-    found: list[Event] = []
-    try:
-        with open(path, encoding="utf-8") as file:
-            for line in file:
-                try:
-                    found.append(json.loads(line))
-                except ValueError:  # the end of one that was killed
-                    continue
-    except OSError:
-        return found
-    return found

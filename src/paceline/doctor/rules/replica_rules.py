@@ -8,13 +8,23 @@ before.
 from __future__ import annotations
 
 import math
-from itertools import takewhile
+from collections.abc import Collection, Iterator
+from itertools import dropwhile, pairwise, takewhile
 from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.lr_scaling_rules import divides_rate
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
+from paceline.doctor.rules.gradient_rules import multiple_of
+from paceline.doctor.rules.rate_rules import divides_rate
+from paceline.doctor.rules.recorded_run import (
+    Event,
+    RecordedRun,
+    finding_at,
+    first_of,
+    first_of_each,
+    listed,
+    restored_line,
+)
 
 TOLERANCE = 1e-5  # of a tensor's mean magnitude: replicas that apply the same gradients have the same bits
 SUMMED = 2e-3  # relative deviation from the sum of all ranks' gradients
@@ -30,109 +40,89 @@ Samples = dict[str, list[float]]
 
 def findings(run: RecordedRun) -> list[Finding]:
     """sync_off, weights_differ_at_start and all of DIVERGENCE (rules/__init__.py); summed_gradients, buffers_differ."""
-    unsent = _fsdp_sync_off(run)
-    if unsent:
-        return unsent
-    cut = _differ_when_sharded(run)
-    if cut or any(run.all_events("join")):
-        return cut
+    found = first_of(run, _fsdp_sync_off, _differ_when_sharded)
+    if found or run.has("join"):
+        return found
     if not (run.reduces_gradients or run.meant_as_replicas):
-        return _weights_exchanged(run)
+        return first_of(run, _weights_exchanged)
     if run.averages_weights:  # ranks that have made unequally many steps
         return []
-    return _steps_differ(run) or [*_divergence(run), *_summed(run), *_buffers(run)]
+    return first_of(run, _steps_differ) or first_of_each(run, _divergence, _summed, _buffers)
 
 
-def _steps_differ(run: RecordedRun) -> list[Finding]:
+def _steps_differ(run: RecordedRun) -> Iterator[Finding]:
     """steps_differ: a rank does not step after a backward pass after which another one does. Ranks that reduce
     gradients make the same backward passes."""
-    passes = [sum(1 for _ in run.events(rank, "backward")) for rank in run.peers]
+    passes = [len(events) for events in run.per_peer("backward")]
     if run.cut or not run.reduces_gradients or max(passes) - min(passes) > 1 or not min(passes):
-        return []
+        return
     for opt in sorted({e["opt"] for e in run.all_events("before")}):
-        per_rank = [[e for e in run.events(rank, "before") if e["opt"] == opt] for rank in run.peers]
+        per_rank = run.per_peer("before", opt=opt)
         at = [[e.get("backwards") for e in events] for events in per_rank]
         for other in range(1, len(per_rank)):
             more, less = (0, other) if len(at[0]) >= len(at[other]) else (other, 0)
             missing = next((n for n, b in enumerate(at[more]) if b not in at[less]), None)
-            if missing is None or (len(at[more]) == len(at[less]) and passes[more] != passes[less]):
-                continue
-            evidence = (
-                f"rank {run.peers[more]} made {len(at[more])} steps of the optimizer and rank {run.peers[less]} "
-                f"{len(at[less])}, in {passes[more]} and {passes[less]} backward passes; the first that rank "
-                f"{run.peers[less]} lacks comes after backward pass {at[more][missing]}"
-            )
-            return [finding_at("steps_differ", per_rank[more][missing]["at"], evidence)]
-    return []
+            if missing is not None and (len(at[more]) != len(at[less]) or passes[more] == passes[less]):
+                evidence = (
+                    f"rank {run.peers[more]} made {len(at[more])} steps of the optimizer and rank {run.peers[less]} "
+                    f"{len(at[less])}, in {passes[more]} and {passes[less]} backward passes; the first that rank "
+                    f"{run.peers[less]} lacks comes after backward pass {at[more][missing]}"
+                )
+                yield finding_at("steps_differ", per_rank[more][missing]["at"], evidence)
 
 
-def _fsdp_sync_off(run: RecordedRun) -> list[Finding]:
+def _fsdp_sync_off(run: RecordedRun) -> Iterator[Finding]:
     """sync_off, with FSDP (whose weights cannot be compared): the last backward before a step does not reduce."""
-    if not any(run.events(0, "fsdp")):
-        return []
-    steps = kept = 0
-    last = None
-    for e in run.ranks[0]:
-        if e["k"] == "backward":
-            last = e
-        elif e["k"] == "before" and last is not None:
-            steps, kept, last = steps + 1, kept + bool(last.get("unsent")), None
-    if kept < 2 or kept < 0.9 * steps:
-        return []
-    line = next((e["at"] for e in run.events(0, "no_sync")), None)
-    evidence = f"the last backward before {kept} of {steps} steps was made with gradient synchronisation turned off"
-    return [finding_at("sync_off", line, evidence)]
+    events = list(run.events(0, "backward", "before")) if any(run.events(0, "fsdp")) else []
+    last = [a for a, b in pairwise(events) if a["k"] == "backward" and b["k"] == "before"]
+    kept = sum(bool(e.get("unsent")) for e in last)
+    if kept >= max(2, 0.9 * len(last)):
+        evidence = (
+            f"the last backward before {kept} of {len(last)} steps was made with gradient synchronisation turned off"
+        )
+        yield finding_at("sync_off", run.line("no_sync"), evidence)
 
 
-def _differ_when_sharded(run: RecordedRun) -> list[Finding]:
+def _differ_when_sharded(run: RecordedRun) -> Iterator[Finding]:
     """weights_differ_at_start, with fully_shard, which shards what each rank has and sends nothing: weights that differ
     become shards of different models. Only weights whose shards are unchanged at the first step count."""
-    per_rank = [next(run.events(rank, "cut"), None) for rank in run.peers]
-    if len(per_rank) < 2 or any(e is None for e in per_rank):
-        return []
-    events = [e for e in per_rank if e is not None]
-    differing = _differing([e["whole"] for e in events])
-    if not differing:
-        return []
-    line, words = _state_load_line(run)
-    seed = script_lines.rank_seed(run)
-    line = line or seed or next((e["at"] for e in run.events(0, "fsdp")), None)
-    evidence = (
-        f"when fully_shard cut the weights {_describe(differing, events[0]['whole'])}, and nothing has sent them since"
-    )
-    return [finding_at("weights_differ_at_start", line, evidence + words, seed)]
+    whole = [events[0]["whole"] for events in run.per_peer("cut") if events]
+    differing = _differing(whole) if len(whole) == len(run.peers) > 1 else []
+    if differing:
+        line, words = _state_load_line(run)
+        seed = script_lines.rank_seed(run)
+        evidence = (
+            f"when fully_shard cut the weights {_describe(differing, whole[0])}, and nothing has sent them since{words}"
+        )
+        yield finding_at("weights_differ_at_start", line or seed or run.line("fsdp"), evidence, seed)
 
 
 def _state_load_line(run: RecordedRun) -> tuple[Any, str]:
     """The line where some ranks alone load a state before the first step, and words for how many do."""
-    begun = [list(run.events(rank, "loaded", "before")) for rank in run.peers]
-    loads = [[e["at"] for e in takewhile(lambda e: e["k"] == "loaded", events)] for events in begun]
+    begun = [takewhile(lambda e: e["k"] == "loaded", events) for events in run.per_peer("loaded", "before")]
+    loads = [[e["at"] for e in events] for events in begun]
     line = next((at for theirs in loads for at in theirs if at and any(at not in others for others in loads)), None)
     words = f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state there"
     return line, words if line is not None else ""
 
 
-def _weights_exchanged(run: RecordedRun) -> list[Finding]:
+def _weights_exchanged(run: RecordedRun) -> Iterator[Finding]:
     """not_reduced: ranks send each other weights that each of them has stepped by its own gradients, as
     ZeroRedundancyOptimizer does without DDP. All ranks must step, with different gradients, and communicate nothing
     between a backward and the step, since a script may average in more ways than doctor knows."""
     if not run.exchanges_weights or any(_communicates_before_steps(run, rank) for rank in run.peers):
-        return []
+        return
     steps = run.at_common_steps("before", "grads")
-    unequal = []
-    for events in steps:
-        if not _differing([e["weights"] for e in events]):
-            differing = _differing([e["grads"] for e in events])
-            unequal += [(events[0], differing)] if differing else []
-    if len(unequal) < 2:
-        return []
-    first, differing = unequal[0]
-    evidence = (
-        f"at {len(unequal)} of {len(steps)} steps that were compared "
-        f"{_describe(differing, first['grads'], 'gradients')}, and nothing was exchanged between the backward and the "
-        "step: the weights, which the ranks send each other afterwards, follow the examples of one rank each"
-    )
-    return [finding_at("not_reduced", first["at"], evidence)]
+    alike = [events for events in steps if not _differing([e["weights"] for e in events])]
+    unequal = [(events[0], parts) for events in alike if (parts := _differing([e["grads"] for e in events]))]
+    if len(unequal) >= 2:
+        first, differing = unequal[0]
+        evidence = (
+            f"at {len(unequal)} of {len(steps)} steps that were compared "
+            f"{_describe(differing, first['grads'], 'gradients')}, and nothing was exchanged between the backward and "
+            "the step: the weights, which the ranks send each other afterwards, follow the examples of one rank each"
+        )
+        yield finding_at("not_reduced", first["at"], evidence)
 
 
 def _communicates_before_steps(run: RecordedRun, rank: int) -> bool:
@@ -145,76 +135,64 @@ def _communicates_before_steps(run: RecordedRun, rank: int) -> bool:
     return False
 
 
-def _divergence(run: RecordedRun) -> list[Finding]:
+def _divergence(run: RecordedRun) -> Iterator[Finding]:
     """The first difference of the weights at the steps that were compared, and its cause."""
     per_rank = [
         {(e["opt"], e["step"], e["k"]): e for e in run.events(rank, "before", "step") if e.get("weights")}
         for rank in run.peers
     ]
     alike: dict[int, int] = {}  # optimizer -> the last step after which its weights were equal
-    for key, first in per_rank[0].items():  # in the order of the run
-        opt, step, kind = key
-        events = [ranks[key] for ranks in per_rank if key in ranks]
+    for (opt, step, kind), first in per_rank[0].items():  # in the order of the run
+        events = [ranks[opt, step, kind] for ranks in per_rank if (opt, step, kind) in ranks]
+        before = [ranks[opt, step - 1, "before"] for ranks in per_rank if (opt, step - 1, "before") in ranks]
+        differing = _differing([e["weights"] for e in events], run.model_parallel)
+        words = _describe(differing, first["weights"]) if differing else ""
         if len(events) < len(per_rank):
             continue
-        differing = [part for part in _differing([e["weights"] for e in events]) if part[0] not in run.model_parallel]
         if not differing:
             alike[opt] = step
         elif kind == "before" and step == 0:
-            added = {name for name, (_, how, *_) in (first.get("outside") or {}).items() if "later" in how}
-            names = {name for name, _ in differing}
-            if names <= added:  # DDP has not sent them, and will not reduce them
-                words = f"before the first step {_describe(differing, first['weights'])}; DDP does not reduce them"
-                return [_unknown_to_ddp(run, first, names, words)]
-            return [_differ_at_start(run, first, differing)]
+            yield _differ_at_start(run, first, differing, f"before the first step {words}")
         elif kind == "before":
-            written = _written_outside(run, opt, step, alike.get(opt), _describe(differing, first["weights"]))
-            if written:
-                return written
+            yield from _written_outside(run, opt, step, alike.get(opt), words)
+        elif len(before) == len(per_rank):
+            yield _find_cause(run, before, events, f"after step {step} {words}")
         else:
-            before = [ranks[opt, step - 1, "before"] for ranks in per_rank if (opt, step - 1, "before") in ranks]
-            when = f"after step {step} {_describe(differing, first['weights'])}"
-            if len(before) == len(per_rank):
-                return [_find_cause(run, before, events, when)]
-            return [finding_at("weights_differ", first["at"], when)]
-    return []
+            yield finding_at("weights_differ", first["at"], f"after step {step} {words}")
 
 
-def _differ_at_start(run: RecordedRun, first: Event, differing: list[tuple[str, float]]) -> Finding:
+def _differ_at_start(run: RecordedRun, first: Event, differing: list[tuple[str, float]], evidence: str) -> Finding:
     """weights_differ_at_start: at the line where some ranks load a state, or write weights by rank, or seed by rank; or
-    else where the first of these weights is made."""
-    evidence = f"before the first step {_describe(differing, first['weights'])}"
+    else where the first of these weights is made. Of parameters that a DDP module got later: unknown_to_ddp."""
+    added = {name for name, (_, how, *_) in (first.get("outside") or {}).items() if "later" in how}
+    names = {name for name, _ in differing}
+    if names <= added:  # DDP has not sent them, and will not reduce them
+        return _unknown_to_ddp(run, first, names, f"{evidence}; DDP does not reduce them")
     line, words = _state_load_line(run)
-    evidence += words
-    seed, drawn = script_lines.rank_seed(run), next((e["at"] for e in run.events(0, "initialized")), None)
+    seed, drawn = script_lines.rank_seed(run), run.line("initialized")
     line = line or drawn or script_lines.weight_write(run, first["at"], by_rank=True) or seed
     line = line or (first.get("made_at") or {}).get(differing[0][0]) or first["at"]
-    return finding_at("weights_differ_at_start", line, evidence, seed)
+    return finding_at("weights_differ_at_start", line, evidence + words, seed)
 
 
 def _describe(differing: list[tuple[str, float]], tensors: Samples, what: str = "tensors") -> str:
     """How many tensors differ, which ones, and by how much."""
     return (
-        f"{len(differing)} of {len(tensors)} {what} differ between ranks ({_names(differing)}), by up to "
-        f"{max(size for _, size in differing):.1e} of their mean magnitude"
+        f"{len(differing)} of {len(tensors)} {what} differ between ranks ({listed([name for name, _ in differing])}), "
+        f"by up to {max(size for _, size in differing):.1e} of their mean magnitude"
     )
 
 
-def _names(differing: list[tuple[str, float]]) -> str:
-    return ", ".join(name for name, _ in differing[:_NAMED]) + (", ..." if len(differing) > _NAMED else "")
-
-
-def _differing(ranks: list[Samples]) -> list[tuple[str, float]]:
-    """(name, largest difference by mean magnitude) of tensors of one shape that differ."""
+def _differing(ranks: list[Samples], without: Collection[str] = ()) -> list[tuple[str, float]]:
+    """(name, largest difference by mean magnitude) of tensors of one shape that differ, but for those named."""
     found = []
     for name, first in ranks[0].items():
         others = [o for tensors in ranks[1:] if (o := tensors.get(name)) is not None and o[0] == first[0]]
-        if len(others) < len(ranks) - 1:
-            continue  # another shape: parts of one model
         values = [[*o[3:], o[1] / o[0], o[2] / o[0]] for o in (first, *others)]
         mean = max(max((abs(v[-2]) for v in values if math.isfinite(v[-2])), default=0.0), 1e-12)
         size = max((_distance(a, b) for v in values[1:] for a, b in zip(values[0], v)), default=0.0)
-        if size > TOLERANCE * mean:
+        # Of another shape on some rank are parts of one model.
+        if size > TOLERANCE * mean and len(others) == len(ranks) - 1 and name not in without:
             found.append((name, size / mean))
     return found
 
@@ -226,49 +204,44 @@ def _distance(a: float, b: float) -> float:
     return math.inf if math.isnan(a - b) else abs(a - b)
 
 
-def _written_outside(run: RecordedRun, opt: int, step: int, alike: int | None, words: str) -> list[Finding]:
+def _written_outside(run: RecordedRun, opt: int, step: int, alike: int | None, words: str) -> Iterator[Finding]:
     """written_outside: equal after one step, unequal before a later one, and a rank saw its weights change."""
-    if alike is None:
-        return []
     moved = [
-        {e["step"]: e for e in run.events(rank, "moved") if e["opt"] == opt and alike <= e["step"] <= step}
+        {e["step"]: e for e in run.events(rank, "moved", opt=opt) if alike is not None and alike <= e["step"] <= step}
         for rank in run.peers
     ]
     first = min((number for m in moved for number in m), default=None)
-    if first is None:
-        return []
-    who = [rank for rank, m in zip(run.peers, moved, strict=True) if first in m]
-    whose = f"rank {who[0]}'s" if len(who) == 1 else "the ranks'"
-    evidence = (
-        f"{whose} weights changed between step {first} and the next, by no optimizer; before step {step + 1} {words}"
-    )
-    at = next(m[first]["at"] for m in moved if first in m)
-    return [finding_at("written_outside", script_lines.weight_write(run, at) or at, evidence)]
+    if first is not None:
+        who = [rank for rank, m in zip(run.peers, moved, strict=True) if first in m]
+        whose = f"rank {who[0]}'s" if len(who) == 1 else "the ranks'"
+        at = next(m[first]["at"] for m in moved if first in m)
+        evidence = (
+            f"{whose} weights changed between step {first} and the next, by no optimizer; before step {step + 1} "
+            f"{words}"
+        )
+        yield finding_at("written_outside", script_lines.weight_write(run, at) or at, evidence)
 
 
 def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
     """The cause where weights agreed before a step, or the steps since they last agreed were not compared."""
     given: list[Samples] = [e.get("grads") or {} for e in before]
-    differing = [part for part in _differing(given) if part[0] not in run.model_parallel]
+    differing = _differing(given, run.model_parallel)
     at = before[0]["at"]
     if not differing:
         return _optimizer_differs(run, before, after, when)
     when += f"; {_describe(differing, given[0], 'gradients')} at that step"
-    names = {name for name, _ in differing}
     if not run.reduces_gradients:
         when += "; no gradient was reduced, by DDP or by a call of the script's"
         return finding_at("not_reduced", at, when, _averaged_copy_line(run, before[0]))
     if any(run.events(0, "ddp")):
-        return _under_ddp(run, before, names, when)
-    kept = _unreduced_names(given, [e.get("own") or {} for e in before])
-    calls = [e for e in run.events(0, "coll") if e.get("of") == "grad"]
-    if kept and calls:
-        listed = ", ".join(kept[:_NAMED])
-        evidence = f"{when}; those of {listed} are each rank's own still, where gradients are reduced"
-        beside = script_lines.frame_in_scope(calls[0].get("by") or [], at)
-        return finding_at("partly_reduced", calls[0]["at"], evidence, beside)
-    wrap = next((e["at"] for e in run.events(0, "fsdp")), None)
-    if wrap is not None and not calls:
+        return _under_ddp(run, before, {name for name, _ in differing}, when)
+    kept, wrap = _unreduced_names(given, [e.get("own") or {} for e in before]), run.line("fsdp")
+    reduction = next(run.events(0, "coll", of="grad"), None)
+    if kept and reduction is not None:
+        evidence = f"{when}; those of {', '.join(kept[:_NAMED])} are each rank's own still, where gradients are reduced"
+        beside = script_lines.frame_in_scope(reduction.get("by") or [], at)
+        return finding_at("partly_reduced", reduction["at"], evidence, beside)
+    if wrap is not None and reduction is None:
         evidence = f"{when}; FSDP does not hold these parameters, and nothing else reduces their gradients"
         return finding_at("partly_reduced", wrap, evidence, at, _HELD_BY_FSDP)
     left = next((e["unwaited"] for e in before if e.get("unwaited")), None)
@@ -283,12 +256,10 @@ def _averaged_copy_line(run: RecordedRun, before: Event) -> Any:
     """The line that reduces, after the first step, something of the size of a weight or of all: a copy."""
     sizes = {int(values[0]) for values in before["weights"].values()}
     sizes.add(sum(sizes))
-    stepped = False
-    for e in run.events(0, "step", "coll"):
-        stepped = stepped or e["k"] == "step"
-        if stepped and e["k"] == "coll" and "reduce" in e["op"] and max(1, e.get("n") or 0) in sizes - {1}:
-            return script_lines.frame_in_scope(e.get("path") or [], before["at"])
-    return None
+    since = dropwhile(lambda e: e["k"] != "step", run.events(0, "step", "coll"))
+    sums = (e for e in since if e["k"] == "coll" and "reduce" in e["op"])
+    copy = next((e for e in sums if max(1, e.get("n") or 0) in sizes - {1}), None)
+    return None if copy is None else script_lines.frame_in_scope(copy.get("path") or [], before["at"])
 
 
 def _unreduced_names(given: list[Samples], own: list[Samples]) -> list[str]:
@@ -310,18 +281,15 @@ def _unreduced_names(given: list[Samples], own: list[Samples]) -> list[str]:
 
 
 def _multiple(ours: list[float], theirs: list[float]) -> float | None:
-    """c where `theirs` are c times `ours`; None where they are not."""
-    square = sum(v * v for v in ours[2:])
-    factor = sum(a * b for a, b in zip(ours[2:], theirs[2:])) / square if square else 0.0
-    rest = sum((b - factor * a) ** 2 for a, b in zip(ours[2:], theirs[2:]))
-    return factor if factor > 0 and rest <= TOLERANCE**2 * sum(b * b for b in theirs[2:]) else None
+    """c, above 0, where `theirs` are c times `ours`; None where they are not."""
+    factor = multiple_of(ours[2:], theirs[2:], TOLERANCE)
+    return factor if factor is not None and factor > 0 else None
 
 
-def _events_since_step(run: RecordedRun, before: Event) -> list[Event]:
-    """Rank 0's events between the optimizer's last step and this one."""
-    events = run.ranks[0]
+def _since_step(events: list[Event], before: Event, opt: int | None = None) -> list[Event]:
+    """A rank's events from the last step of an optimizer, or of any, to this event."""
     end = next(i for i, e in enumerate(events) if e is before)
-    steps = (i for i in range(end - 1, -1, -1) if events[i]["k"] == "step" and events[i]["opt"] == before["opt"])
+    steps = (i for i in range(end - 1, -1, -1) if events[i]["k"] == "step" and opt in (None, events[i]["opt"]))
     return events[next(steps, 0) : end]
 
 
@@ -329,7 +297,7 @@ def _under_ddp(run: RecordedRun, ranks: list[Event], names: set[str], when: str)
     """unknown_to_ddp, sync_off, past_ddp or gradients_differ. ranks: the step's "before" event of each rank; names: of
     the gradients that differ there."""
     before = ranks[0]
-    window = _events_since_step(run, before)
+    window = _since_step(run.ranks[0], before, before["opt"])
     outside = before.get("outside") or {}
     # Each rank clips by a norm of its own when one gradient is its own: then all of them differ before the step, and
     # only those that DDP does not reduce after the backward.
@@ -340,10 +308,8 @@ def _under_ddp(run: RecordedRun, ranks: list[Event], names: set[str], when: str)
     passes = [e for e in window if e["k"] == "backward"]
     past = [e for e in window if e["k"] == "past"] or list(run.events(0, "past"))
     if passes and not passes[-1]["synced"] and passes[-1]["local"]:
-        line = next((e["at"] for e in run.events(0, "no_sync")), None) or script_lines.attribute_use(
-            run, "require_backward_grad_sync"
-        )
-        usual = next((e["at"] for e in run.events(0, "before") if e["opt"] == before["opt"]), None)
+        line = run.line("no_sync") or script_lines.attribute_use(run, "require_backward_grad_sync")
+        usual = run.line("before", opt=before["opt"])
         line = before["at"] if usual != before["at"] else line  # a step of its own, for what is left
         evidence = f"{when}; the last backward before the step, of {len(passes)}, was made under no_sync"
         return finding_at("sync_off", line or passes[-1]["at"], evidence)
@@ -363,7 +329,7 @@ def _unknown_to_ddp(run: RecordedRun, before: Event, names: set[str], words: str
     one that wraps the model."""
     at, how, *stack = next(place for name, place in (before.get("outside") or {}).items() if name in names)
     line = (script_lines.unfreeze(run) if "frozen" in how else None) or at or before["at"]
-    wrap = next((e["at"] for e in run.events(0, "ddp")), None)
+    wrap = run.line("ddp")
     call = script_lines.frame_in_scope(stack[0], wrap) if stack and stack[0] and wrap else None
     return finding_at("unknown_to_ddp", call or line, f"{words}: they were {how}", line if call else None)
 
@@ -371,7 +337,8 @@ def _unknown_to_ddp(run: RecordedRun, before: Event, names: set[str], words: str
 def _optimizer_differs(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
     """optimizer_differs, or weights_differ: the gradients are equal, and the update is not."""
     settings = [e.get("settings") or [] for e in before]
-    made = next((e["at"] for e in run.events(0, "optimizer") if e["opt"] == before[0]["opt"]), None)
+    made, at = run.line("optimizer", opt=before[0]["opt"]), before[0]["at"]
+    restored = restored_line(run, before[0])
     for rank, theirs in zip(run.peers[1:], settings[1:]):
         for a, b in zip(settings[0], theirs):
             name = next((k for k in (*a, *b) if a.get(k) != b.get(k)), None)
@@ -379,84 +346,60 @@ def _optimizer_differs(run: RecordedRun, before: list[Event], after: list[Event]
                 evidence = (
                     f"{when}, by the same gradients: {name} is {a.get(name)} on rank 0 and {b.get(name)} on {rank}"
                 )
-                line = restored_line(run, before[0]) or made or before[0]["at"]
-                return finding_at("optimizer_differs", line, evidence, made)
+                return finding_at("optimizer_differs", restored or made or at, evidence, made)
     state = _differing([e.get("state") or {} for e in after])
     if state:
-        line = restored_line(run, before[0]) or next((e["at"] for e in run.all_events("restored")), None)
+        line = restored or next((e["at"] for e in run.all_events("restored")), None)
         evidence = f"{when}, by the same gradients: {_describe(state, after[0]['state'], 'tensors of its state')}"
-        return finding_at("optimizer_differs", line or before[0]["at"], evidence)
-    return finding_at("weights_differ", before[0]["at"], f"{when}, though the gradients of that step were the same")
+        return finding_at("optimizer_differs", line or at, evidence)
+    return finding_at("weights_differ", at, f"{when}, though the gradients of that step were the same")
 
 
-def restored_line(run: RecordedRun, before: Event) -> Any:
-    """The line where some ranks alone load the state of an optimizer, or of its scheduler, before this step of it; or
-    None."""
-
-    def earlier(e: Event) -> bool:
-        return e["k"] == "restored" or e["opt"] != before["opt"] or e["step"] < before["step"]
-
-    begun = [takewhile(earlier, run.events(rank, "restored", "before")) for rank in run.peers]
-    per_rank = [[e["at"] for e in events if e["k"] == "restored" and e["at"]] for events in begun]
-    return next((at for mine in per_rank for at in mine if any(mine.count(at) != o.count(at) for o in per_rank)), None)
-
-
-def _buffers(run: RecordedRun) -> list[Finding]:
+def _buffers(run: RecordedRun) -> Iterator[Finding]:
     """buffers_differ: nothing sends the buffers, as running means of each rank's data; or DDP overwrites what the
     script writes on each rank with rank 0's."""
-    if not run.reduces_gradients:
-        return []
-    return _unlike_buffers(run, "buffers", "nothing sends them") or _unlike_buffers(
-        run, "sent", "DDP then gives every rank those of rank 0, and what the others wrote is lost"
-    )
+    steps = run.at_common_steps("buffers") if run.reduces_gradients else []
+    for kind, words in (
+        ("buffers", "nothing sends them"),
+        ("sent", "DDP then gives every rank those of rank 0, and what the others wrote is lost"),
+    ):
+        differing = [_differing([e.get(kind) or {} for e in events]) for events in steps]
+        if sum(map(bool, differing)) < 2 or not differing[-1]:
+            continue
+        last, parts = steps[-1][0], differing[-1]
+        line = script_lines.buffer_write(run, parts[0][0].rpartition(".")[2])
+        if line is not None or kind == "buffers":
+            kept = next((e["at"] for e in run.events(0, "ddp") if not e.get("broadcasts", True)), None)
+            evidence = f"after step {last['step']} {_describe(parts, last[kind], 'buffers')}; {words}"
+            yield finding_at("buffers_differ", line or kept or run.line("step", opt=last["opt"]), evidence)
 
 
-def _unlike_buffers(run: RecordedRun, kind: str, words: str) -> list[Finding]:
-    steps = run.at_common_steps("buffers")
-    differing = [_differing([e.get(kind) or {} for e in events]) for events in steps]
-    if sum(map(bool, differing)) < 2 or not differing[-1]:
-        return []
-    last, parts = steps[-1][0], differing[-1]
-    evidence = f"after step {last['step']} {_describe(parts, last[kind], 'buffers')}; {words}"
-    kept = next((e["at"] for e in run.events(0, "ddp") if not e.get("broadcasts", True)), None)
-    line = script_lines.buffer_write(run, parts[0][0].rpartition(".")[2])
-    if line is None and kind == "sent":
-        return []
-    line = line or kept
-    if line is None:
-        line = next((e["at"] for e in run.events(0, "step") if e["opt"] == last["opt"]), None)
-    return [finding_at("buffers_differ", line, evidence)]
-
-
-def _summed(run: RecordedRun) -> list[Finding]:
+def _summed(run: RecordedRun) -> Iterator[Finding]:
     """summed_gradients: each rank's loss is a mean, and the optimizer is given the sum of the ranks' gradients."""
     steps = [events for events in run.at_common_steps("before", "own") if all(e.get("grads") for e in events)]
-    kinds = {e.get("form", e["mean"]) for rank in run.peers for e in run.events(rank, "backward")}
+    kinds = {e.get("form", e["mean"]) for events in run.per_peer("backward") for e in events}
     if len(run.peers) < 2 or len(steps) < 2 or kinds != {"mean"} or divides_rate(run):
-        return []
+        return
     hooked = any(e["mean"] != "mean" for e in run.events(0, "backward"))
     for events in steps:
         own = [_reduced_samples(run, rank, e) if hooked else e["own"] for rank, e in zip(run.peers, events)]
         factor = _sum_factor(own, events[0]["grads"])
         if factor is None or abs(factor * events[0].get("scale", 1.0) - 1) > SUMMED:
-            return []
-    calls = [e for e in run.events(0, "coll") if e.get("of") == "grad"]
+            return
     evidence = (
         f"at {len(steps)} of {len(steps)} steps that were compared the optimizer was given the sum of the gradients of "
         f"{len(run.peers)} ranks, each of a loss that is a mean: nothing divided it"
     )
-    return [finding_at("summed_gradients", calls[0]["at"] if calls else steps[0][0]["at"], evidence)]
+    reduction = next(run.events(0, "coll", of="grad"), steps[0][0])
+    yield finding_at("summed_gradients", reduction["at"], evidence)
 
 
 def _reduced_samples(run: RecordedRun, rank: int, before: Event) -> Samples:
     """What a rank gave to the reductions before a step, for gradients that a hook reduces during the backward."""
-    events = run.ranks[rank]
-    end = next(i for i, e in enumerate(events) if e is before)
-    begin = next((i for i in range(end - 1, -1, -1) if events[i]["k"] == "step"), 0)
     if len(list(run.events(rank, "optimizer"))) != 1:
         return {}  # parameters are numbered through all of them
-    order = list(before["weights"])
-    sent = (e for e in events[begin:end] if e["k"] == "coll" and e.get("of") == "grad" and e.get("given"))
+    order, events = list(before["weights"]), _since_step(run.ranks[rank], before)
+    sent = (e for e in events if e["k"] == "coll" and e.get("of") == "grad" and e.get("given"))
     return {order[n - 1]: e["given"] for e in sent if 0 < (n := e.get("number") or 0) <= len(order)}
 
 
@@ -470,9 +413,4 @@ def _sum_factor(own: list[Samples], given: Samples) -> float | None:
             return None
         sums += [sum(t[i] for t in theirs) for i in range(2, len(values))]
         gifts += values[2:]
-    square = sum(s * s for s in sums)
-    if not square:
-        return None
-    factor = sum(s * g for s, g in zip(sums, gifts)) / square
-    rest = sum((g - factor * s) ** 2 for s, g in zip(sums, gifts))
-    return factor if rest <= SUMMED**2 * sum(g * g for g in gifts) else None
+    return multiple_of(sums, gifts, SUMMED)

@@ -5,14 +5,31 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import groupby, product
 from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.expressions import call_at, divided_by, pieces, text_of
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, file_line, finding_at
-from paceline.doctor.rules.replica_rules import restored_line
-from paceline.doctor.script_ast import WORLD, accumulates, call_arguments, call_line
+from paceline.doctor.rules.recorded_run import (
+    Event,
+    RecordedRun,
+    file_line,
+    finding_at,
+    first_of,
+    first_of_each,
+    restored_line,
+)
+from paceline.observe.expressions import (
+    WORLD,
+    accumulates,
+    call_arguments,
+    call_at,
+    call_line,
+    divided_by,
+    pieces,
+    text_of,
+)
 
 OVER = 1e-5  # of the highest rate: below this the schedule is over
 OVER_SHARE = 0.2  # of the steps, that come after that
@@ -44,103 +61,103 @@ def findings(run: RecordedRun) -> list[Finding]:
     """lr_differs, schedule_length, scheduler_steps, accumulation, clip_before_unscale, clip_before_reduce,
     clip_of_shards."""
     return [
-        *_lr_differs(run),
-        *_schedulers(run),
-        *_accumulation(run),
-        *_clipping(run),
-        *_clip_of_shards(run),
+        *first_of(run, _lr_differs),
+        *first_of(run, _schedule_length, _scheduler_steps),
+        *first_of_each(run, _accumulation, _clipped_scaled),
+        *first_of(run, _clipped_before, _clipped_under_no_sync),
+        *first_of(run, _clip_of_shards),
     ]
 
 
-def _lr_differs(run: RecordedRun) -> list[Finding]:
+def _lr_differs(run: RecordedRun) -> Iterator[Finding]:
     """lr_differs: at the same step of an optimizer."""
-    if not run.reduces_gradients or any(run.all_events("join")):
-        return []
+    if not run.reduces_gradients or run.has("join"):
+        return
     per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "before")} for rank in range(run.processes)]
-    for key, ours in per_rank[0].items():
-        for rank in run.peers[1:]:
-            theirs = per_rank[rank].get(key)
-            if theirs is None or len(theirs["lr"]) != len(ours["lr"]):
-                continue
-            pairs = [(a, b) for a, b in zip(ours["lr"], theirs["lr"]) if a is not None and b is not None]
-            if any(not math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs):
-                stepped = [sum(1 for e in run.events(r, "sched") if e["opt"] == key[0]) for r in (0, rank)]
-                evidence = (
-                    f"at step {key[1] + 1} rank 0 has lr {ours['lr'][0]:.4g} and rank {rank} {theirs['lr'][0]:.4g}; "
-                    f"they stepped the scheduler {stepped[0]} and {stepped[1]} times"
-                )
-                sched = next(run.all_events("sched"), None)
-                made = next((e["at"] for e in run.events(0, "optimizer") if e["opt"] == key[0]), None)
-                line = sched["at"] if sched and max(stepped) else script_lines.lr_assignment(run) or made or ours["at"]
-                restored = restored_line(run, ours)
-                if restored:
-                    return [finding_at("lr_differs", restored, evidence, made, _LOAD_ON_EVERY_RANK)]
-                beside = made if not max(stepped) and key[1] == 0 else None
-                if sched and sched["type"] == "ReduceLROnPlateau":
-                    beside = script_lines.unsynced_log(run) or beside
-                return [finding_at("lr_differs", line, evidence, beside)]
-    return []
+    for ((opt, step), ours), rank in product(per_rank[0].items(), run.peers[1:]):
+        theirs = per_rank[rank].get((opt, step), ours)
+        pairs = [(a, b) for a, b in zip(ours["lr"], theirs["lr"]) if a is not None and b is not None]
+        alike = all(math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) for a, b in pairs)
+        if alike or len(theirs["lr"]) != len(ours["lr"]):
+            continue
+        stepped = [sum(1 for _ in run.events(r, "sched", opt=opt)) for r in (0, rank)]
+        evidence = (
+            f"at step {step + 1} rank 0 has lr {ours['lr'][0]:.4g} and rank {rank} {theirs['lr'][0]:.4g}; "
+            f"they stepped the scheduler {stepped[0]} and {stepped[1]} times"
+        )
+        sched, made = next(run.all_events("sched"), None), run.line("optimizer", opt=opt)
+        if restored := restored_line(run, ours):
+            yield finding_at("lr_differs", restored, evidence, made, _LOAD_ON_EVERY_RANK)
+        line = sched["at"] if sched and max(stepped) else script_lines.lr_assignment(run) or made or ours["at"]
+        beside = made if not max(stepped) and step == 0 else None
+        if sched and sched["type"] == "ReduceLROnPlateau":
+            beside = script_lines.unsynced_log(run) or beside
+        yield finding_at("lr_differs", line, evidence, beside)
 
 
-def _schedulers(run: RecordedRun) -> list[Finding]:
-    """schedule_length, or else scheduler_steps: the first of them."""
+def _schedulers(run: RecordedRun) -> dict[int, list[Event]]:
+    """A scheduler's number -> its steps on rank 0."""
     by: dict[int, list[Event]] = defaultdict(list)
     for e in run.events(0, "sched", "sched_error"):
         by[e["sched"]].append(e)
-    found = _schedule_length(run, list(by.values()))
-    for number, steps in by.items() if not found else ():
+    return by
+
+
+def _updates(run: RecordedRun, sched: Event) -> list[Event]:
+    """Rank 0's steps of a scheduler's optimizer, or of all where that is not known."""
+    opt = sched.get("opt")
+    return [e for e in run.events(0, "before") if opt is None or e["opt"] == opt]
+
+
+def _scheduler_steps(run: RecordedRun) -> Iterator[Finding]:
+    """scheduler_steps: once for each process, or too often for its length."""
+    for number, steps in _schedulers(run).items():
         evidence = _once_per_process(run, number) or _too_early(run, steps)
         if evidence:
-            made = next((e["at"] for e in run.events(0, "sched_made") if e["sched"] == number), None)
-            found.append(finding_at("scheduler_steps", steps[-1]["at"], evidence, made))
-    return found[:1]
+            yield finding_at("scheduler_steps", steps[-1]["at"], evidence, run.line("sched_made", sched=number))
 
 
-def _schedule_length(run: RecordedRun, schedulers: list[list[Event]]) -> list[Finding]:
+def _schedule_length(run: RecordedRun) -> Iterator[Finding]:
     """schedule_length: a schedule ends too early or too late by just the factor by which its length may be counted
     wrong, the number of processes or of micro-batches. The source must show that too, since a run may be shorter than
     meant."""
-    micro = [len(backwards) for backwards, _ in micro_batches(run)]
-    k = Counter(micro).most_common(1)[0][0] if micro else 1
+    k, size = accumulated(run), run.world_size
     epochs = sum(p.loader in run.training_loaders and p.training for p in run.passes[0])
-    for steps in schedulers:
+    for steps in _schedulers(run).values():
         last, count = steps[-1], len(steps)
-        horizon, opt = last["horizon"], last.get("opt")
-        updates = [e for e in run.events(0, "before") if opt is None or e["opt"] == opt]
+        horizon, updates = last["horizon"], _updates(run, last)
         rates = [e["lr"][0] for e in updates if e["lr"] and e["lr"][0]]
-        if last["type"] not in _WHOLE or not horizon or not run.completed or not rates or run.world_size < 2:
-            continue
-        if count < MIN_UPDATES or abs(count - len(updates)) > 1:
+        whole = last["type"] in _WHOLE and horizon and run.completed and rates and size > 1
+        if not whole or count < MIN_UPDATES or abs(count - len(updates)) > 1:
             continue
         lines, text, twice = _length_in_text(run, last)
-        evidence = f"its {last['name']} is {horizon}, and it was stepped {count} times, at every update: "
-        end = f"the rate was {rates[-1]:.1e} at the end, of {max(rates):.1e} at most"
-        if _is_multiple(horizon, run.world_size, count, epochs) and twice:
-            evidence += (
-                f"the length was divided by {run.world_size} processes twice, since each loader has its share; {end}"
+        of_all_data = _OF_A_SET.search(text) and not WORLD.search(text)
+        of_batches = k > 1 and _OF_A_LOADER.search(text) and not _PARTS.search(text)
+        why = ""
+        if _is_multiple(horizon, size, count, epochs) and twice:
+            why = f"the length was divided by {size} processes twice, since each loader has its share"
+        elif _is_multiple(count, size, horizon, epochs) and of_all_data:
+            why = f"the length counts all the data, of which each of {size} processes has a part"
+        elif _is_multiple(count, k, horizon, epochs) and of_batches:
+            why = f"the length counts micro-batches, {k} for each update"
+        if why:
+            evidence = (
+                f"its {last['name']} is {horizon}, and it was stepped {count} times, at every update: {why}; the rate "
+                f"was {rates[-1]:.1e} at the end, of {max(rates):.1e} at most"
             )
-        elif _is_multiple(count, run.world_size, horizon, epochs) and _OF_A_SET.search(text) and not WORLD.search(text):
-            evidence += f"the length counts all the data, of which each of {run.world_size} processes has a part; {end}"
-        elif (
-            k > 1 and _is_multiple(count, k, horizon, epochs) and _OF_A_LOADER.search(text) and not _PARTS.search(text)
-        ):
-            evidence += f"the length counts micro-batches, {k} for each update; {end}"
-        else:
-            continue
-        return [finding_at("schedule_length", lines[0], evidence, lines[1])]
-    return []
+            yield finding_at("schedule_length", lines[0], evidence, lines[1])
 
 
 def _length_in_text(run: RecordedRun, last: Event) -> tuple[tuple[Any, Any], str, bool]:
     """((the line that makes the schedule, the line that divides its length by the number of processes, or takes it of
     all the data), the text of its length and of what that is made of, does it divide a share by the processes?)."""
-    made = next((e["at"] for e in run.events(0, "sched_made") if e["sched"] == last["sched"]), None)
+    made = run.line("sched_made", sched=last["sched"])
     call = call_at(made)
     if made is None or call is None:
-        text = call_arguments(last["type"], *_lines(run))
-        return (call_line(last["type"], *_lines(run)) or last["at"], None), text, bool(WORLD.search(text))
-    files = sorted({e["at"][0] for e in run.events(0, *_WITH_LINES) if e["at"]})
-    found = pieces(files, made[0], [*call.args[1:], *(k.value for k in call.keywords)])
+        lines = [e["at"] for e in run.events(0, "optimizer", "sched") if e["at"]]
+        text = call_arguments(last["type"], *lines)
+        return (call_line(last["type"], *lines) or last["at"], None), text, bool(WORLD.search(text))
+    found = pieces(run.files(*_WITH_LINES), made[0], [*call.args[1:], *(k.value for k in call.keywords)])
     text = text_of(found)
     # The length of a loader is a share already; so may be a name that says nothing, but not the length of a data set.
     pattern = WORLD if _OF_A_LOADER.search(text) else _WORLD_ALONE
@@ -153,10 +170,6 @@ def _length_in_text(run: RecordedRun, last: Event) -> tuple[tuple[Any, Any], str
     return (made, line), text_of(rest), divides is not None
 
 
-def _lines(run: RecordedRun) -> list[list[Any]]:
-    return [e["at"] for e in run.events(0, "optimizer", "sched") if e["at"]]
-
-
 def _is_multiple(part: int, factor: int, whole: int, epochs: int) -> bool:
     """Is part * factor the whole, but for rounding? Each epoch of the part may have been rounded up."""
     return abs(part * factor - whole) <= max(factor, 0.05 * whole, min(factor * epochs, 0.15 * whole))
@@ -164,26 +177,20 @@ def _is_multiple(part: int, factor: int, whole: int, epochs: int) -> bool:
 
 def _once_per_process(run: RecordedRun, number: int) -> str:
     """It is stepped several times in a row, as often as there are processes."""
-    rows: list[int] = []
-    last, length = None, 0
-    for e in run.ranks[0]:
-        if e["k"] == "sched" and e["sched"] == number and not e.get("library"):  # Accelerate's lengths count processes
-            length += 1
-            last = e["at"]
-        elif e["k"] in ("yield", "backward", "step", "before") and length:
-            rows.append(length)
-            length = 0
-    rows += [length] if length else []
+    # Accelerate's lengths count processes.
+    steps = [e for e in run.events(0, "sched", sched=number) if not e.get("library")]
+    own = set(map(id, (*steps, *run.events(0, "yield", "backward", "step", "before"))))
+    both = [e for e in run.ranks[0] if id(e) in own]
+    rows = [len(list(some)) for is_step, some in groupby(both, lambda e: e["k"] == "sched") if is_step]
     size = run.world_size
-    if len(rows) >= 2 and size > 1 and all(r == size for r in rows) and last:
+    if len(rows) >= 2 and size > 1 and set(rows) == {size} and steps[-1]["at"]:
         return f"it was stepped {size} times in a row, {len(rows)} times: once for each of {size} processes"
     return ""
 
 
 def _too_early(run: RecordedRun, steps: list[Event]) -> str:
     """It is stepped per batch, where its length counts epochs, or per micro-batch, and is over too early."""
-    opt = steps[-1].get("opt")
-    updates = [e for e in run.events(0, "before") if opt is None or e["opt"] == opt]
+    updates = _updates(run, steps[-1])
     passes = [p for p in run.passes[0] if p.loader in run.training_loaders and p.training]
     often = _per_batch(steps, len(updates), len(passes))
     if not often:
@@ -306,71 +313,77 @@ def micro_batches(run: RecordedRun) -> list[tuple[list[Event], Event]]:
     return found
 
 
-def _accumulation(run: RecordedRun) -> list[Finding]:
+def accumulated(run: RecordedRun) -> int:
+    """How many backward passes an optimizer step has, most often; 1 where there is none."""
+    sizes = Counter(len(backwards) for backwards, _ in micro_batches(run)).most_common(1)
+    return sizes[0][0] if sizes else 1
+
+
+def _accumulation(run: RecordedRun) -> Iterator[Finding]:
     """accumulation: each micro-batch's loss is a mean, and nothing divides by their number."""
     steps = micro_batches(run)
-    opts = {e["opt"] for _, e in steps}
     several = [b for b, _ in steps if len(b) > 1]
-    if len(opts) != 1 or len(several) < 2 or len(several) * 2 < len(steps):
-        return []
-    k = Counter(map(len, several)).most_common(1)[0][0]
-    if 2 * len(list(run.events(0, "dropped"))) >= len(several):
-        return []  # no sum: they are dropped in between
     calls = [b for backwards in several for b in backwards]
-    if not all(b["mean"] == "mean" for b in calls):
-        return []
-    if any(e.get("rescaled") for e in run.events(0, "before", "step")):
-        return []
-    synced = sum(bool(b["synced"]) for backwards in several for b in backwards[:-1])
-    evidence = f"{k} backward passes for each optimizer step, each of a loss that is a mean and was not divided by {k}"
-    if synced:
-        evidence += "; without no_sync: gradients were sent in each of them"
-    at = calls[0]["at"]
-    beside = script_lines.loss_return(at) if calls[0].get("library") else None
-    return [finding_at("accumulation", at, evidence, beside)]
+    habit = len({e["opt"] for _, e in steps}) == 1 and len(several) >= 2 and len(several) * 2 >= len(steps)
+    dropped = 2 * len(list(run.events(0, "dropped"))) >= len(several)  # then they are no sum
+    rescaled = any(e.get("rescaled") for e in run.events(0, "before", "step"))
+    if habit and not dropped and not rescaled and all(b["mean"] == "mean" for b in calls):
+        k = Counter(map(len, several)).most_common(1)[0][0]
+        synced = any(b["synced"] for backwards in several for b in backwards[:-1])
+        evidence = (
+            f"{k} backward passes for each optimizer step, each of a loss that is a mean and was not divided by {k}"
+            f"{'; without no_sync: gradients were sent in each of them' if synced else ''}"
+        )
+        at = calls[0]["at"]
+        beside = script_lines.loss_return(at) if calls[0].get("library") else None
+        yield finding_at("accumulation", at, evidence, beside)
 
 
-def _clipping(run: RecordedRun) -> list[Finding]:
-    """clip_before_unscale, clip_before_reduce."""
-    found = []
-    scaled = [e for e in run.events(0, "clip") if e["scale"] is not None and e["scale"] != 1.0]
-    if scaled:
-        e = scaled[0]
+def _clipped_scaled(run: RecordedRun) -> Iterator[Finding]:
+    """clip_before_unscale: the loss scale is still in the gradients."""
+    scaled = [e for e in run.events(0, "clip") if e["scale"] not in (None, 1.0)]
+    for e in scaled:
         norm = f" of norm {e['norm']:.4g}" if e["norm"] is not None else ""
         evidence = (
             f"gradients{norm}, still times the loss scale {e['scale']:g}, were clipped to {e['bound']}, "
             f"{len(scaled)} times"
         )
-        found.append(finding_at("clip_before_unscale", e["at"], evidence))
+        yield finding_at("clip_before_unscale", e["at"], evidence)
+
+
+def _clipped_before(run: RecordedRun) -> Iterator[Finding]:
+    """clip_before_reduce: a collective is given gradients that were clipped."""
     clips = [e for e in run.events(0, "clip") if e["changed"]]
-    reduced = [e for e in run.events(0, "coll") if e.get("of") == "grad" and e.get("clipped")]
+    reduced = [e for e in run.events(0, "coll", of="grad") if e.get("clipped")]
     if clips and len(reduced) >= 2 and run.world_size > 1:
         evidence = f"clipped {len(clips)} times, and then reduced over the ranks at {file_line(reduced[0]['at'])}"
-        found.append(finding_at("clip_before_reduce", clips[0]["at"], evidence))
-    early = _clipped_early(run) if run.world_size > 1 else []
-    if len(early) >= MIN_REPEATS and not found:
+        yield finding_at("clip_before_reduce", clips[0]["at"], evidence)
+
+
+def _clipped_under_no_sync(run: RecordedRun) -> Iterator[Finding]:
+    """clip_before_reduce, with DDP."""
+    early = _clipped_early(run) if run.world_size > 1 and not first_of(run, _clipped_scaled) else []
+    if len(early) >= MIN_REPEATS:
         evidence = (
             f"clipped {len(early)} times after a backward under no_sync, before the one that reduces what they are "
             "added to"
         )
-        found.append(finding_at("clip_before_reduce", early[0]["at"], evidence))
-    return found
+        yield finding_at("clip_before_reduce", early[0]["at"], evidence)
 
 
-def _clip_of_shards(run: RecordedRun) -> list[Finding]:
+def _clip_of_shards(run: RecordedRun) -> Iterator[Finding]:
     """clip_of_shards: each rank multiplies its shards of the gradients by a factor of its own."""
     steps = run.at_common_steps("before", "shrunk")
     unequal = [es for es in steps if any(abs(e["shrunk"] / es[0]["shrunk"] - 1) > UNLIKE for e in es)]
-    if len(unequal) < MIN_REPEATS:
-        return []
-    first = unequal[0]
-    shown = " and ".join(f"{e['shrunk']:.4g}" for e in first[:2])
-    evidence = (
-        f"before {len(unequal)} of {len(steps)} steps each rank multiplied its parts of the gradients by a number of "
-        f"its own, at step {first[0]['step'] + 1} by {shown}"
-    )
-    line = script_lines.gradient_write(run, first[0]["at"])
-    return [finding_at("clip_of_shards", first[0]["at"], evidence, line)]
+    if len(unequal) >= MIN_REPEATS:
+        first = unequal[0]
+        shown = " and ".join(f"{e['shrunk']:.4g}" for e in first[:2])
+        evidence = (
+            f"before {len(unequal)} of {len(steps)} steps each rank multiplied its parts of the gradients by a number "
+            f"of its own, at step {first[0]['step'] + 1} by {shown}"
+        )
+        line = script_lines.gradient_write(run, first[0]["at"])
+        yield finding_at("clip_of_shards", first[0]["at"], evidence, line)
 
 
 def _clipped_early(run: RecordedRun) -> list[Event]:
@@ -380,11 +393,9 @@ def _clipped_early(run: RecordedRun) -> list[Event]:
     local = False
     for e in run.events(0, "backward", "clip", "before"):
         if e["k"] == "backward":
-            local = bool(e["local"]) and not e["synced"]
-            if e["synced"]:
-                found, waiting = found + waiting, []
-        elif e["k"] == "before":
-            local, waiting = False, []
-        elif local and e["changed"]:
-            waiting.append(e)
+            local, found = bool(e["local"]) and not e["synced"], found + (waiting if e["synced"] else [])
+        if e["k"] == "before" or e.get("synced"):
+            waiting = []
+        local = local and e["k"] != "before"
+        waiting += [e] if local and e["k"] == "clip" and e["changed"] else []
     return found

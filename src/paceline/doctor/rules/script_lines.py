@@ -12,7 +12,20 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeGuard
 
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
-from paceline.doctor.script_ast import called, functions, holds, nodes_of, scope_at, tree_of
+from paceline.observe.source import (
+    attributes_in,
+    called,
+    calls_in,
+    calls_of,
+    functions,
+    holds,
+    keyword,
+    names_in,
+    nodes_of,
+    scope_at,
+    targets,
+    tree_of,
+)
 
 _WRITES = re.compile(
     r"^(add|sub|mul|div|copy|clamp|clip|lerp|fill|zero|normal|uniform|addcmul|addcdiv|set|masked_fill|index_copy)_$"
@@ -51,17 +64,12 @@ def gradient_write(run: RecordedRun, near: Any) -> Line:
 
 def lr_assignment(run: RecordedRun) -> Line:
     """The first assignment to an optimizer's `["lr"]`."""
-    return _first(run, lambda n: any(_is_item(target, "lr") for target in _targets(n)))
+    return _first(run, lambda n: any(_is_item(target, "lr") for target in targets(n)))
 
 
 def gradient_drop(run: RecordedRun) -> Line:
     """The first assignment of None to `.grad`."""
-
-    def drops(n: Any) -> bool:
-        is_none = isinstance(n, ast.Assign) and isinstance(n.value, ast.Constant) and n.value.value is None
-        return is_none and any(getattr(target, "attr", "") == "grad" for target in n.targets)
-
-    return _first(run, drops)
+    return _first(run, lambda n: _sets(n, "grad", None))
 
 
 def cycle_call(run: RecordedRun) -> Line:
@@ -71,15 +79,7 @@ def cycle_call(run: RecordedRun) -> Line:
 
 def unfreeze(run: RecordedRun) -> Line:
     """The first assignment of True to `requires_grad`."""
-    return _first(
-        run,
-        lambda n: (
-            isinstance(n, ast.Assign)
-            and isinstance(n.value, ast.Constant)
-            and n.value.value is True
-            and any(getattr(target, "attr", "") == "requires_grad" for target in n.targets)
-        ),
-    )
+    return _first(run, lambda n: _sets(n, "requires_grad", True))
 
 
 def rank_seed(run: RecordedRun) -> Line:
@@ -118,12 +118,9 @@ def buffer_write(run: RecordedRun, name: str) -> Line:
     for file in _files(run):
         constructors = [n for n in functions(file) if n.name == "__init__"]
         for n in nodes_of(file):
-            written = _targets(n)
-            if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr.endswith("_"):
-                written = [n.func.value]
-            for t in written:
-                named = any(isinstance(part, ast.Attribute) and part.attr == name for part in ast.walk(t))
-                if named and not any(holds(b, t.lineno) for b in constructors):
+            in_place = isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute) and n.func.attr.endswith("_")
+            for t in [n.func.value] if in_place else targets(n):  # type: ignore[attr-defined]
+                if name in attributes_in(t) and not any(holds(b, t.lineno) for b in constructors):
                     return [file, t.lineno]
     return None
 
@@ -147,38 +144,37 @@ def shared_seed_and_draw(run: RecordedRun) -> tuple[Line, Line]:
     for file in _files(run):
         scopes: list[ast.AST] = [n for n in functions(file) if n.name not in ("__init__", "main")]
         scopes += [n for n in nodes_of(file) if isinstance(n, (ast.For, ast.While))]
-        draws = [n for n in nodes_of(file) if _is_call_of(n, _DRAWS) and any(holds(s, n.lineno) for s in scopes)]
-        if not draws:
-            continue
-        common = [n for n in draws if all(k.arg != "generator" for k in n.keywords)]
+        draws = [n for n in calls_of(file) if _is_call_of(n, _DRAWS) and any(holds(s, n.lineno) for s in scopes)]
+        common = [n for n in draws if keyword(n, "generator") is None]
         seeds = [n.lineno for n, alone in _seed_calls(file) if not alone and not _by_rank(n)]
-        own = len(common) < len(draws)
-        return (seed if own or not seeds else [file, max(seeds)]), [file, (draws if own else common)[0].lineno]
+        if len(common) < len(draws):  # from a generator of its own
+            return seed, [file, draws[0].lineno]
+        if draws:
+            return [file, max(seeds)] if seeds else seed, [file, common[0].lineno]
     return seed, None
 
 
 def worker_seed(run: RecordedRun) -> Line:
     """The line that seeds a generator in a function that a DataLoader is given as worker_init_fn."""
     for file in _files(run):
-        keywords = (k for n in nodes_of(file) if isinstance(n, ast.Call) for k in n.keywords)
-        given = [k.value for k in keywords if k.arg == "worker_init_fn"]
-        names = {part.id for value in given for part in ast.walk(value) if isinstance(part, ast.Name)}
+        given = [value for n in calls_of(file) if (value := keyword(n, "worker_init_fn")) is not None]
+        names = {name for value in given for name in names_in(value)}
         for scope in (*(f for f in functions(file) if f.name in names), *given):
-            for n in ast.walk(scope):
-                if isinstance(n, ast.Call) and _SEEDS_BY_NAME.search(called(n)) and n.args:
-                    return [file, n.lineno]
+            seeds = (n for n in calls_in(ast.walk(scope)) if _SEEDS_BY_NAME.search(called(n)) and n.args)
+            if (seed := next(seeds, None)) is not None:
+                return [file, seed.lineno]
     return None
 
 
 def prepares(run: RecordedRun) -> bool:
     """Does the script let Accelerate or Lightning's Fabric prepare what it trains with?"""
-    return any(isinstance(n, ast.Call) and called(n) in _PREPARES for file in _files(run) for n in nodes_of(file))
+    return any(any(calls_of(file, *_PREPARES)) for file in _files(run))
 
 
 def is_drawn_split(at: Any) -> bool:
     """Does a line split a data set at random, by the common generator?"""
-    splits = (n for n in nodes_of(at[0]) if isinstance(n, ast.Call) and called(n) == "random_split") if at else ()
-    return any(holds(n, at[1]) and all(k.arg != "generator" for k in n.keywords) for n in splits)
+    splits = calls_of(at[0], "random_split") if at else ()
+    return any(holds(n, at[1]) and keyword(n, "generator") is None for n in splits)
 
 
 def _seed_calls(file: str) -> list[tuple[ast.Call, bool]]:
@@ -187,14 +183,14 @@ def _seed_calls(file: str) -> list[tuple[ast.Call, bool]]:
     helpers: dict[str, ast.AST] = {}
     for f in functions(file):
         given = {a.arg for a in (*f.args.args, *f.args.kwonlyargs)}
-        calls = [n for n in ast.walk(f) if isinstance(n, ast.Call) and _is_call_of(n, _SEEDS) and n.args]
-        if any({p.id for a in n.args for p in ast.walk(a) if isinstance(p, ast.Name)} & given for n in calls):
+        seeds = [n for n in calls_in(ast.walk(f)) if _is_call_of(n, _SEEDS)]
+        if any(names_in(a) & given for n in seeds for a in n.args):
             helpers[f.name] = f
     found: list[tuple[ast.Call, bool]] = []
-    for n in nodes_of(file):
-        if not isinstance(n, ast.Call) or not n.args or any(holds(f, n.lineno) for f in helpers.values()):
-            continue
+    for n in calls_of(file):
         name = called(n)
+        if not n.args or any(holds(f, n.lineno) for f in helpers.values()):
+            continue
         if name in helpers or (_SEEDS_BY_NAME.search(name) and name not in _SEEDING):
             found.append((n, False))
         elif name in _SEEDING:
@@ -212,11 +208,9 @@ def unsynced_log(run: RecordedRun) -> Line:
         pairs = [(k, v) for n in nodes_of(file) if isinstance(n, ast.Dict) for k, v in zip(n.keys, n.values)]
         names = {v.value for k, v in pairs if isinstance(k, ast.Constant) and k.value == "monitor"
                  if isinstance(v, ast.Constant)}  # fmt: skip
-        for n in nodes_of(file):
-            if not isinstance(n, ast.Call) or called(n) not in ("log", "log_dict") or not n.args:
-                continue
-            said = {part.value for part in ast.walk(n.args[0]) if isinstance(part, ast.Constant)}
-            if said & names and all(k.arg != "sync_dist" for k in n.keywords):
+        for n in calls_of(file, "log", "log_dict"):
+            said = {getattr(part, "value", None) for part in ast.walk(n.args[0])} if n.args else set()
+            if names & said and keyword(n, "sync_dist") is None:
                 return [file, n.lineno]
     return None
 
@@ -226,8 +220,7 @@ def call_that_names(at: Any, names: Collection[Any]) -> Line:
     `self.log("loss", loss, sync_dist=True)`. None where the line `at` names them itself."""
     if not at or tree_of(at[0]) is None:
         return None
-    calls = [n for n in nodes_of(at[0]) if isinstance(n, ast.Call) and called(n) in ("log", "log_dict")]
-    calls = [n for n in calls if any(k.arg == "sync_dist" for k in n.keywords)]
+    calls = [n for n in calls_of(at[0], "log", "log_dict") if keyword(n, "sync_dist") is not None]
     if any(holds(n, at[1]) for n in calls):
         return None
     said = [n for n in calls if any(getattr(part, "value", None) in names for part in ast.walk(n))]
@@ -263,7 +256,7 @@ def _exits(loop: ast.For | ast.While) -> list[int]:
     body = [n for n in ast.walk(loop) if not any(holds(f, getattr(n, "lineno", -1)) for f in hidden)]
     lines = [n.lineno for n in body if isinstance(n, ast.Break) and not any(holds(i, n.lineno) for i in inner)]
     lines += [n.lineno for n in body if isinstance(n, ast.Return)]
-    lines += [n.lineno for n in body if isinstance(n, ast.Call) and called(n) in ("exit", "_exit", "quit")]
+    lines += [n.lineno for n in calls_in(body, "exit", "_exit", "quit")]
     if lines or not isinstance(loop, ast.While):
         return sorted(lines)
     tested = {ast.unparse(n) for n in ast.walk(loop.test) if isinstance(n, (ast.Name, ast.Attribute))}
@@ -281,12 +274,10 @@ def frame_in_scope(path: list[list[Any]], near: Any) -> Line:
 
 def validation_log(at: Any) -> Line:
     """Of a script whose evaluation Lightning runs: the line that logs the metric."""
-    for f in functions(at[0]) if at else ():
-        if f.name in ("validation_step", "test_step", "on_validation_epoch_end", "on_test_epoch_end"):
-            for n in ast.walk(f):
-                if isinstance(n, ast.Call) and called(n) in ("log", "log_dict"):
-                    return [at[0], n.lineno]
-    return None
+    steps = ("validation_step", "test_step", "on_validation_epoch_end", "on_test_epoch_end")
+    own = (f for f in functions(at[0]) if f.name in steps) if at else ()
+    logs = (n for f in own for n in calls_in(ast.walk(f), "log", "log_dict"))
+    return next(([at[0], n.lineno] for n in logs), None)
 
 
 def loss_return(at: Any) -> Line:
@@ -305,15 +296,14 @@ def loss_line(backward: Event) -> Line:
     if tree_of(at[0]) is None:
         return None
     nodes = list(ast.walk(scope_at(*at)))
-    calls = [n for n in nodes if isinstance(n, ast.Call) and called(n) in _BACKWARDS and holds(n, at[1])]
-    names = {part.id for n in calls for part in ast.walk(n) if isinstance(part, ast.Name)}
-    made = [n for n in nodes if any(isinstance(t, ast.Name) and t.id in names for t in _targets(n))]
+    names = {name for n in calls_in(nodes, *_BACKWARDS) if holds(n, at[1]) for name in names_in(n)}
+    made = [n for n in nodes if any(isinstance(t, ast.Name) and t.id in names for t in targets(n))]
     lines = [n.lineno for n in made if n.lineno < at[1]]  # type: ignore[attr-defined]
     return [at[0], max(lines)] if lines else None
 
 
 def _files(run: RecordedRun) -> list[str]:
-    return sorted({e["at"][0] for e in run.events(0, "optimizer", "backward", "before", "ddp") if e["at"]})
+    return run.files("optimizer", "backward", "before", "ddp")
 
 
 def _first(run: RecordedRun, matches: Callable[[Any], bool]) -> Line:
@@ -326,9 +316,10 @@ def _is_call_of(node: Any, names: Collection[str]) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and ast.unparse(node.func) in names
 
 
-def _targets(node: Any) -> list[Any]:
-    """What a statement assigns to."""
-    return node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+def _sets(node: Any, attribute: str, constant: object) -> bool:
+    """Does a statement set an attribute of this name to a constant?"""
+    constants = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is constant
+    return constants and any(getattr(target, "attr", "") == attribute for target in node.targets)
 
 
 def _is_item(node: Any, key: str) -> bool:
@@ -343,9 +334,8 @@ def _nearest(run: RecordedRun, near: Any, writes: Callable[[Any], bool], by_rank
         by_rank = [n for n in nodes_of(file) if isinstance(n, ast.If) and _RANKS.search(ast.unparse(n.test))]
         loops = [n for n in nodes_of(file) if isinstance(n, (ast.For, ast.While)) and here and holds(n, near[1])]
         scopes = list(functions(file))
-        for node in nodes_of(file):
-            if not isinstance(node, (ast.Call, ast.Assign, ast.AugAssign)) or not writes(node):
-                continue
+        acts = (n for n in nodes_of(file) if isinstance(n, (ast.Call, ast.Assign, ast.AugAssign)))
+        for node in filter(writes, acts):
             ranked = any(holds(n, node.lineno) for n in by_rank) or bool(_RANKS.search(ast.unparse(node)))
             looped = any(holds(n, node.lineno) for n in loops)
             inside = any(holds(n, node.lineno) for n in scopes)
@@ -365,7 +355,7 @@ def _writes_weight(node: Any) -> bool:
             return called(node) == "vector_to_parameters"
         what = given if text.endswith("init") else text
         return bool(_WEIGHTS.search(what)) and not _NOT_WEIGHTS.search(what)
-    texts = [ast.unparse(t.value if isinstance(t, ast.Subscript) else t) for t in _targets(node)]
+    texts = [ast.unparse(t.value if isinstance(t, ast.Subscript) else t) for t in targets(node)]
     return any(t.endswith(".data") and not _NOT_WEIGHTS.search(t) for t in texts) or (
         isinstance(node, ast.AugAssign) and any(_WEIGHTS.search(t) and not _NOT_WEIGHTS.search(t) for t in texts)
     )
@@ -375,4 +365,4 @@ def _writes_gradient(node: Any) -> bool:
     if isinstance(node, ast.Call):
         text = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
         return bool(_WRITES.search(called(node))) and "grad" in text
-    return any(re.search(r"\.grad(\.data)?(\[|$)", ast.unparse(t)) for t in _targets(node))
+    return any(re.search(r"\.grad(\.data)?(\[|$)", ast.unparse(t)) for t in targets(node))

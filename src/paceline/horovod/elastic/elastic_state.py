@@ -31,11 +31,11 @@ from torch.optim import Optimizer
 from paceline.errors import SettingError, UsageError
 from paceline.horovod import hvd_state, hvd_world
 from paceline.horovod.elastic.elastic_sampler import ElasticSampler
+from paceline.torch_private.core import save
 from paceline.world import ERROR_FILE, STARTS_AGAIN
 
 FILE = "horovod-commit"
 _HELD = (torch.nn.Module, Optimizer, ElasticSampler)  # what has a state_dict that is saved in its place
-_OWN = {"_held", "_values", "_saved", "_callbacks", "_commits", "_written", "_failed"}
 
 
 class TorchState:
@@ -48,23 +48,16 @@ class TorchState:
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
-        named = {"model": model, "optimizer": optimizer, **values}
-        wrong = sorted(set(named) & ({name for name in dir(type(self)) if not name.startswith("__")} | _OWN))
-        if wrong:
-            raise SettingError(f"TorchState({wrong[0]}=...): the state has a method of that name. Choose another name.")
-        self._held = {name: value for name, value in named.items() if isinstance(value, _HELD)}
-        self._values = [name for name in named if name not in self._held]
+        self._saved: dict[str, Any] = {}
         self._callbacks: list[Callable[[], None]] = []
         self._commits = self._written = 0
         self._failed = False  # could the last commit not be written? Said once, until one can be again
-        for name, value in named.items():
-            setattr(self, name, value)
+        self._names = ["model", "optimizer", *values]
+        wrong = [name for name in self._names if hasattr(self, name)]
+        if wrong:
+            raise SettingError(f"TorchState({wrong[0]}=...): the state has a method of that name. Choose another name.")
+        vars(self).update(values, model=model, optimizer=optimizer)
         self.save()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self).get("_held", ()):
-            self._held[name] = value
-        super().__setattr__(name, value)
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
         """Have these called when the script goes on after a restart, perhaps in another number of processes."""
@@ -81,24 +74,30 @@ class TorchState:
 
     def save(self) -> None:
         """Keep a copy of the state in memory."""
-        self._saved = {name: copy.deepcopy(held.state_dict()) for name, held in self._held.items()}
-        self._saved |= {name: copy.copy(getattr(self, name)) for name in self._values}
+        self._saved = {
+            name: copy.deepcopy(value.state_dict()) if isinstance(value, _HELD) else copy.copy(value)
+            for name, value in self._current().items()
+        }
+
+    def _current(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self._names}
 
     def restore(self) -> None:
         """Go back to the last copy."""
         self._load(self._saved)
 
     def _load(self, saved: Mapping[str, Any]) -> None:
-        missing = sorted(set(saved) ^ {*self._held, *self._values})
+        missing = sorted(set(saved) ^ set(self._names))
         if missing:
             raise UsageError(
                 f"the last commit and this TorchState do not have the same attributes ({', '.join(missing)}). The "
                 "script has changed since: start a new run."
             )
-        for name, held in self._held.items():
-            held.load_state_dict(copy.deepcopy(saved[name]))
-        for name in self._values:
-            setattr(self, name, copy.copy(saved[name]))
+        for name, value in self._current().items():
+            if isinstance(value, _HELD):
+                value.load_state_dict(copy.deepcopy(saved[name]))
+            else:
+                setattr(self, name, copy.copy(saved[name]))
 
     def commit(self) -> None:
         """Keep a copy in memory, and in the launcher's folder where it may start the workers again."""
@@ -127,16 +126,11 @@ class TorchState:
 
     def sync(self) -> None:
         """Give every process rank 0's state."""
-        for held in self._held.values():
-            if isinstance(held, torch.nn.Module):
-                hvd_state.broadcast_parameters(held.state_dict(), root_rank=0)
-            elif isinstance(held, Optimizer):
-                hvd_state.broadcast_optimizer_state(held, root_rank=0)
-            else:
-                held.load_state_dict(hvd_state.broadcast_object(held.state_dict()))
-        values = hvd_state.broadcast_object({name: getattr(self, name) for name in self._values})
-        for name, value in values.items():
-            setattr(self, name, value)
+        self.save()
+        held = {name for name, value in self._current().items() if isinstance(value, _HELD)}
+        states = hvd_state.broadcast_object({name: self._saved[name] for name in held})
+        values = hvd_state.broadcast_object({name: self._saved[name] for name in self._saved.keys() - held})
+        self._load(states | values)
         self.save()
 
     def resume(self) -> bool:
@@ -167,16 +161,12 @@ def _write(path: Path, content: Any) -> str:
     part = ""
     try:
         number, part = tempfile.mkstemp(dir=path.parent, prefix=FILE)
-        with open(number, "wb") as file:
-            torch.save(content, file)
+        save(content, number)
         os.replace(part, path)
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         with contextlib.suppress(OSError):
             os.remove(part)
-        refused = error if isinstance(error, OSError) else error.__context__  # torch.save's own error hides the disk's
-        if not isinstance(refused, OSError):
-            raise
-        return refused.strerror or str(refused)
+        return error.strerror or str(error)
     return ""
 
 

@@ -39,7 +39,7 @@ from paceline.comm.mesh import Mesh
 from paceline.config import StrategySpec
 from paceline.data.batch_plan import one_shard
 from paceline.errors import ModelError, SettingError, UnusedParameterError, UsageError
-from paceline.strategies.base import Backward, LoopStrategy, as_gradient
+from paceline.strategies.base import Backward, LoopStrategy
 from paceline.strategies.deepspeed.deepspeed_config import merged
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.kit.named_parameters import (
@@ -82,6 +82,7 @@ class DeepSpeed(LoopStrategy):
         self.mesh = Mesh(device, world.rank, {"shard": world.size})
         self.plan = one_shard(world.size, world.rank)
         self.store = GradientStore(reduces_each=True)
+        self.store.factor = world.size  # its engine averages over the processes
         self._engine: Any = None
         self._names: dict[Tensor, str] = {}
         self._trainable: list[Tensor] = []
@@ -136,8 +137,8 @@ class DeepSpeed(LoopStrategy):
         if self._engine is None:
             raise UsageError("strategy deepspeed: prepare the optimizer together with its model, before a backward.")
         self._check_frozen()
-        pairs = zip(work.losses, work.weights, strict=True)
-        parts = [(loss * as_gradient(w * self.world.size, loss.detach())).sum().float() for loss, w in pairs]
+        pairs = zip(work.losses, work.gradients, strict=True)
+        parts = [(loss * gradient).sum().float() for loss, gradient in pairs]
         total = torch.stack(parts).sum()
         total.register_hook(self._check_used)
         self._engine.backward(total, work.retain_graph)

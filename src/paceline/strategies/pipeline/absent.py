@@ -88,10 +88,16 @@ _IN_PLACE = frozenset(
         "__ixor__",
     ]
 )
+_BY_VALUES = ("DataDependent", "DynamicOutputShape", "UnsupportedOperator")
+"""In the names of the exceptions with which torch's fake tensors say that they cannot infer a form."""
 _SELECTING = frozenset(["__getitem__", "masked_select"])
 """Functions that select from a tensor by the values of another."""
 _TENSORS = frozenset(("T", "mT", "H", "mH", "real", "imag", "data"))
 """Attributes that are tensors with its values; all others are about the form."""
+
+
+class ValuesNeededError(ModelError):
+    """An operation needs the values of an absent tensor."""
 
 
 class Absent(Tensor):
@@ -99,6 +105,7 @@ class Absent(Tensor):
 
     fake: Tensor  # a fake tensor of its form
     value: Tensor | None  # what it stands for, once that has arrived
+    of_parameter = False  # whether it stands for a parameter of the model
 
     @staticmethod
     def __new__(cls, fake: Tensor) -> Absent:
@@ -169,8 +176,11 @@ def call(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     if name == "register_hook":  # the process that computes it calls the hook
         return torch.utils.hooks.RemovableHandle({})
     if name in _VALUES:
-        _refuse(name)
+        _need_values(name)
     if name == "grad":
+        inputs = kwargs["inputs"] if "inputs" in kwargs else args[1]
+        if all(type(one) is Absent and not one.of_parameter for one in tree_flatten(inputs)[0]):
+            _need_values(name)
         _refuse(name, "differentiates by something that another stage has (a gradient penalty)")
     changed = args[0] if args and isinstance(args[0], Tensor) and _changes(name) else kwargs.get("out")
     if isinstance(changed, Tensor) and type(changed) is not Absent:
@@ -184,10 +194,10 @@ def call(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     except ModelError:
         raise
     except Exception as error:
-        if "DataDependent" not in type(error).__name__ and "DynamicOutputShape" not in type(error).__name__:
+        if not any(word in type(error).__name__ for word in _BY_VALUES):
             raise
         if name not in _SELECTING or len(missing) > 1 or not args or args[0] is not missing[0]:
-            _refuse(name)
+            _need_values(name)
         with torch.no_grad():  # a mask that has values selects from an absent tensor: as many as from zeros
             chosen = func(torch.zeros(args[0].shape, dtype=args[0].dtype, device=args[0].device), *args[1:], **kwargs)
         result = _fakes.from_tensor(chosen)
@@ -210,8 +220,12 @@ def _changes(name: str) -> bool:
     return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
-def _refuse(name: str, what: str = "asks for the values of what another stage computes") -> NoReturn:
-    raise ModelError(
+def _need_values(name: str) -> NoReturn:
+    _refuse(name, "asks for the values of what another stage computes", ValuesNeededError)
+
+
+def _refuse(name: str, what: str, kind: type[ModelError] = ModelError) -> NoReturn:
+    raise kind(
         f"strategy pipeline: the model, or the closure, {what} (torch's {name}), and has only its form here. Do this "
         "inside a layer, or with the model's inputs, or in the closure with its output; or use strategy='ddp'."
     )

@@ -5,9 +5,9 @@
                                          <-- gradients --
       shard 1:                   rank 2                        rank 3
 
-Phase 1, input: the first stage runs the user's closure up to its call of the model, whose argument is the input.
+Phase 1, the cut, with the first micro-batch: which layers are called when shows where a stage can begin.
 Phase 2, the schedule (torch.distributed.pipelining): forwards of the micro-batches flow from stage to stage, backwards
-  flow back. The last stage runs the closure with a stub of the model that returns the stage's output.
+  flow back. Each stage runs its stretch of the user's closure (pipeline_calls.py), the last one up to the loss.
     gpipe: all forwards, then all backwards. 1f1b: a stage's backward as early as it can be, so that it holds the
     activations of no more micro-batches than there are stages. naive: one micro-batch after the other, and so one stage
     after the other.
@@ -30,8 +30,7 @@ torch's stages have fixed shapes, so that micro-batches of another size go throu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from itertools import groupby, pairwise
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,7 +38,6 @@ from torch import Tensor, nn
 
 from paceline.comm import collectives
 from paceline.comm.mesh import ALONE, Mesh, OneReplica, check_size
-from paceline.comm.replicas import ProcessReplicas
 from paceline.config import StrategySpec
 from paceline.data.batch_plan import AllMicroBatches
 from paceline.errors import ModelError, SettingError, UsageError, suggest
@@ -50,25 +48,9 @@ from paceline.strategies.kit.one_process import as_single
 from paceline.strategies.kit.pickling import refuse_deepcopy
 from paceline.strategies.kit.unused_parameters import UsedParameters
 from paceline.strategies.pipeline.pipeline_calls import check_names
-from paceline.strategies.pipeline.pipeline_cut import (
-    Units,
-    UnseenError,
-    boundaries,
-    has_optional_tensors,
-    seconds,
-    units_of,
-)
-from paceline.strategies.pipeline.pipeline_loss import (
-    Losses,
-    Share,
-    called_with,
-    input_of,
-    padded,
-    terms_from,
-    with_zeros,
-)
+from paceline.strategies.pipeline.pipeline_loss import Losses, Share, padded
 from paceline.strategies.pipeline.pipeline_schedule import Schedules
-from paceline.strategies.pipeline.pipeline_stages import CallStages, UncutModel, seed
+from paceline.strategies.pipeline.pipeline_stages import Stages
 from paceline.strategies.pipeline.stage_parameters import StageParameters
 from paceline.world import World
 
@@ -96,7 +78,7 @@ def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
 class Pipeline(ClosureStrategy):
     """stages: how many, as many as processes by default; with a divisor of their number several pipelines share each
     global batch. schedule: gpipe, 1f1b or naive. cut: where stages begin, as numbers or names of layers ("2,4"); if
-    not given, balance: by their parameters, or by what their forward and backward cost on the first micro-batch."""
+    not given, balance: by their parameters, or by what their forward costs on the first micro-batch."""
 
     def __init__(
         self,
@@ -116,14 +98,12 @@ class Pipeline(ClosureStrategy):
         self.plan = AllMicroBatches(mesh.shards, (mesh.shard,))
         self.store = GradientStore(others=mesh.model)
         self._known: set[Tensor] = set()  # the model's parameters and buffers at `prepare`
-        self._units = Units([], [])
-        self._parameters: StageParameters | None = None  # None: the stages are not known yet
-        self._stage: nn.Module = nn.Sequential()  # this process's; of units
+        # None: the stages are not known yet.
+        self._stages: Stages | None = None
+        self._parameters: StageParameters | None = None
+        self._sent = False  # whether all processes have the whole model, with rank 0's weights, before it is cut
         self._used = UsedParameters("pipeline", world.rank)
         self._losses = Losses(mesh, device)
-        self._uncut: UncutModel | None = None  # until the first micro-batch, where it decides about the cut
-        self._call_stages: CallStages | None = None  # where the stages are cut between calls
-        self._forms: dict[Any, list[Tensor]] = {}
         self._schedules = Schedules(mesh, device, schedule)
         self._hook: Any = None
 
@@ -148,50 +128,22 @@ class Pipeline(ClosureStrategy):
             self._parameters.optimizers = self.optimizers
 
     def _prepare(self, model: nn.Module) -> None:
-        """Refuses a model that cannot be cut, before anything is moved, and cuts one where no micro-batch is needed."""
+        """Refuses what is wrong for any examples, before anything is moved. The first micro-batch decides the cut."""
         self._hook = model.register_forward_pre_hook(self._before_forward)
         model.register_state_dict_pre_hook(_refuse_one_stage)
         refuse_deepcopy(model, ModelError(_NO_COPY))
-        units: Units | None = None
-        with suppress(UnseenError):
-            units = units_of(model)
-        if units is None or has_optional_tensors(model):
-            check_names(model, self.cut, self.mesh.size("stage"), units.names if units is not None else ())
-            self._uncut = UncutModel(model, units)  # the closure's call of the model decides how it is cut
-        else:
-            self._cut_units(model, units)
-
-    def _cut_units(self, model: nn.Module, units: Units) -> None:
-        self._units = units
-        sizes = [sum(p.numel() for p in unit.parameters()) + 1 for unit in self._units.modules]
-        where = boundaries(self._units, self.mesh.size("stage"), self.cut, sizes)
-        _check_buffers(model, self._stages_of(where))
-        if self.balance == "cost" and not self.cut:  # the first micro-batch is needed
-            send_models([model], self.device)
-        else:
-            self._keep_own_stage(self._stages_of(where), send=True)
-
-    def _stages_of(self, where: Sequence[int]) -> list[nn.Module]:
-        return [nn.Sequential(*self._units.modules[a:b]) for a, b in pairwise(where)]
-
-    def _keep_own_stage(self, stages: Sequence[nn.Module], send: bool) -> None:
-        """This process keeps its own stage. send: whether rank 0's weights have yet to be sent."""
-        self._parameters = StageParameters(self.models[0], stages, self.mesh, self.device)
-        self._parameters.optimizers = self.optimizers
-        if send:
-            self._parameters.receive()
-        self._stage = stages[self.mesh.coordinate("stage")]
+        check_names(model, self.cut, self.mesh.size("stage"))
 
     def _whole_before_cut(self) -> None:
-        """Someone needs the model before the first micro-batch. Collective."""
-        if self._uncut is not None:
-            self._uncut.send(self.device)
+        """Someone needs the model before the first micro-batch: moves it to the device. Collective."""
+        if self._parameters is None and not self._sent:
+            send_models(self.models, self.device)
+            self._sent = True
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
         """The user calls the model itself, as in evaluation. All processes do, since the model is gathered first."""
-        if self._call_stages is not None and self._call_stages.running:
-            return
-        self.make_whole()
+        if self._stages is None or not self._stages.running:
+            self.make_whole()
 
     # --- the step
 
@@ -202,43 +154,35 @@ class Pipeline(ClosureStrategy):
     def _forward_backward(self, work: Work) -> list[list[Term]]:
         if work.model is not self.models[0]:
             raise UsageError("strategy pipeline: forward_backward was given another model than the prepared one.")
-        mode = self._units.mode
-        if mode is not None and mode != work.model.training:
-            raise UsageError(
-                f"strategy pipeline: the model was cut as it computes in {'training' if mode else 'evaluation'} mode, "
-                f"and is trained in the other. Call model.{'train' if mode else 'eval'}() before the step."
-            )
+        if self._stages is None:
+            self._stages = Stages(self.models[0], self.mesh, self.device, self._schedules, self._losses)
+        if self._parameters is None:
+            self._parameters = self._cut(work, self._stages)
         key = torch.default_generator.initial_seed()
-        if self._uncut is not None:
-            self._cut_by_first_batch(self._uncut, work)
         placeholders = [[Term(torch.zeros(()), None)] for _ in work.pieces]
         found: list[list[Term]] = []
         for weights, _ in work.passes(placeholders):
             shares = self._shares(work, [weight for (weight,) in weights])
             with self._only(work.inputs):
-                if self._call_stages is None:
-                    found = self._compute(work, shares, key)
-                else:
-                    assert self._parameters is not None
-                    terms = self._call_stages.compute(work, shares, key, self._parameters)
-                    found = self._summed(work, terms, len(shares))
+                terms = self._stages.compute(work, shares, key, self._parameters)
+                found = self._summed(work, terms, len(shares))
         return padded(found, [piece for piece, _, _ in shares], work.pieces)
 
-    def _cut_by_first_batch(self, uncut: UncutModel, work: Work) -> None:
-        args = called_with(work, work.pieces[0], self.device) if uncut.units is not None else ()
-        if uncut.units is not None and len(args) == 1 and isinstance(args[0], Tensor):
-            self._cut_units(uncut.model, uncut.units)
-        else:
-            for buffer in uncut.model.buffers():
-                buffer.data = buffer.data.to(self.device)
-            by_cost = self.balance == "cost" and not self.cut
-            if by_cost:
-                uncut.send(self.device)
-            self._call_stages = CallStages(uncut.model, self.mesh, self.device, self._schedules, self._losses)
-            stages = self._call_stages.cut(work, self.cut, by_cost)
-            _check_buffers(uncut.model, stages)
-            self._keep_own_stage(stages, send=not uncut.sent)
-        self._uncut = None
+    def _cut(self, work: Work, stages: Stages) -> StageParameters:
+        """Cuts the model by the first micro-batch. This process then keeps its own stage."""
+        (model,) = self.models
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(self.device)
+        by_cost = self.balance == "cost" and not self.cut
+        if by_cost:
+            self._whole_before_cut()
+        parts = stages.cut(work, self.cut, by_cost)
+        _check_buffers(model, parts)
+        parameters = StageParameters(model, parts, self.mesh, self.device)
+        parameters.optimizers = self.optimizers
+        if not self._sent:
+            parameters.receive()
+        return parameters
 
     def _shares(self, work: Work, weights: Sequence[Weight | None]) -> list[Share]:
         """The micro-batches that have examples; where none has, one of them, since others may wait for this shard."""
@@ -248,31 +192,6 @@ class Pipeline(ClosureStrategy):
             shares.append((piece, value, value * work.total / piece.count if piece.count else 0.0))
         return [share for share in shares if share[0].count] or shares[:1]
 
-    def _compute(self, work: Work, shares: Sequence[Share], key: int) -> list[list[Term]]:
-        mesh, first = self.mesh, self._schedules.first
-        groups = [list(group) for _, group in groupby(shares, key=lambda share: share[0].count)]
-        inputs = [[input_of(work, piece, self.device) for piece, _, _ in group] for group in groups] if first else []
-        if self._parameters is None:
-            self._measure(inputs[0][0] if first else None)
-        assert self._parameters is not None
-        self._parameters.free_others()
-        forms = [self._forms_of(inputs[number][0] if first else None) for number, group in enumerate(groups)]
-        inverse = {}
-        if self._schedules.last:
-            inverse = self._losses.inverse_counts(
-                work, groups, lambda number, piece: with_zeros(work, forms[number][-1], piece, self.device)
-            )
-        # Every stage has the generator of the data shard; each stage, and each call, must draw other numbers.
-        own = mesh.coordinate("stage") + mesh.size("stage") * work.call
-        seed(key ^ own * 0x9E3779B97F4A7C15 % 2**63, self.device)
-        terms: list[list[Term]] = []
-        with mesh.computing(ProcessReplicas(mesh.layers)):
-            for number, group in enumerate(groups):
-                for start, chosen in self._schedules.passes(group):
-                    given = inputs[number][start : start + len(chosen)] if first else []
-                    terms += self._pass(work, chosen, given, forms[number], inverse)
-        return self._summed(work, terms, len(shares))
-
     def _summed(self, work: Work, terms: list[list[Term]], count: int) -> list[list[Term]]:
         """After the backward: phase 3. Returns the terms of so many micro-batches, on all stages."""
         assert self._parameters is not None
@@ -280,23 +199,6 @@ class Pipeline(ClosureStrategy):
         data = self.mesh.data
         collectives.sum_all(self._used.gradients(kind_of(work.call, work.inputs), self._parameters.names, data), data)
         return self._losses.broadcast(work.call, terms, count)
-
-    def _pass(
-        self, work: Work, group: Sequence[Share], inputs: list[Tensor], forms: list[Tensor], inverse: dict[int, Any]
-    ) -> list[list[Term]]:
-        """Runs micro-batches of one length through the stages. Returns their terms, on the last stage."""
-        found: list[list[Term]] = []
-
-        def loss(output: Tensor, number: Tensor) -> Tensor:
-            share = group[int(number)]
-            terms = terms_from(work, output, share[0], self.device)
-            found.append([term.detached() for term in terms])
-            return self._losses.weighted(work.call, terms, share, inverse)
-
-        stage = self.mesh.coordinate("stage")
-        own = (forms[stage], forms[stage + 1])
-        self._schedules.run(self._stage, own, lambda: torch.cat(inputs), loss, len(group))
-        return found
 
     @contextmanager
     def _only(self, inputs: Sequence[Tensor] | None) -> Iterator[None]:
@@ -310,41 +212,7 @@ class Pipeline(ClosureStrategy):
         for p, grad in others.items():
             p.grad = grad
 
-    # --- what the stages tell each other
-
-    @torch.no_grad()
-    def _forms_of(self, value: Tensor | None) -> list[Tensor]:
-        """What goes into each stage and out of the last: tensors on "meta". All stages call it together.
-
-        torch's stages would find out by running themselves on made-up data, which moves running statistics and calls
-        the loss. Here each stage runs in evaluation mode, on zeros.
-        """
-        group, first = self.mesh.group("stage"), self.mesh.at(stage=0)
-        key = collectives.broadcast_object((value.shape, value.dtype) if value is not None else None, first, group)
-        autocast = torch.is_autocast_enabled(self.device.type)
-        if (key, autocast) not in self._forms:
-            found: list[Any] = [key]
-            for part in range(self.mesh.size("stage")):
-                form = None
-                if part == self.mesh.coordinate("stage"):
-                    modes = {module: module.training for module in self._stage.modules()}
-                    shape, dtype = found[-1]
-                    result = self._stage.eval()(torch.zeros(shape, dtype=dtype, device=self.device))
-                    for module, was in modes.items():
-                        module.training = was
-                    form = _form(result)
-                found.append(collectives.broadcast_object(form, self.mesh.at(stage=part), group))
-            made = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in found]
-            self._forms[key, autocast] = made[:1] + [form.requires_grad_() for form in made[1:]]
-        return self._forms[key, autocast]
-
-    def _measure(self, value: Tensor | None) -> None:
-        """Cuts by the cost of the units, which rank 0 measures on the first micro-batch."""
-        sizes = seconds(self._units.modules, value) if self.world.rank == 0 and value is not None else None
-        sizes = collectives.broadcast_object(sizes)
-        where = boundaries(self._units, self.mesh.size("stage"), self.cut, sizes)
-        _check_buffers(self.models[0], self._stages_of(where))
-        self._keep_own_stage(self._stages_of(where), send=False)
+    # --- updates and state
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._parameters is not None
@@ -377,8 +245,6 @@ class Pipeline(ClosureStrategy):
         if self._hook is not None:
             self._hook.remove()
             vars(self.models[0]).pop("__deepcopy__", None)
-        if self._call_stages is not None:
-            self._call_stages.close()
         self._schedules.close()
         self.store.others = ALONE
 
@@ -396,15 +262,6 @@ _NO_COPY = (
     "average of the weights write ema = run.ema(model, decay) in place of the copy; else use strategy='ddp', where "
     "each process has a whole model."
 )
-
-
-def _form(value: Any) -> tuple[torch.Size, torch.dtype]:
-    if not isinstance(value, Tensor):
-        raise ModelError(
-            f"strategy pipeline: a stage gives a {type(value).__name__} to the next one; it must be one tensor. Set "
-            "cut= so that no stage ends there, or pack it into one tensor."
-        )
-    return value.shape, value.dtype
 
 
 def _check_buffers(model: nn.Module, stages: Sequence[nn.Module]) -> None:

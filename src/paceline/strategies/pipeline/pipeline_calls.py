@@ -1,9 +1,8 @@
 """A pipeline's stages as stretches of the user's own closure and forward, from one call of a layer to another.
 
-torch.fx can take a model apart whose forward it understands (`pipeline_cut.py`). Models that people bring often have
-keyword arguments, masks that are made by values, outputs as objects, or one layer that is called many times. Here
-nothing is taken apart. Each process runs the closure on the same examples, with the model's own code, and computes only
-its stage:
+Models that people bring have keyword arguments, masks that are made by values, outputs as objects, or one layer that is
+called many times. So nothing is taken apart. Each process runs the closure on the same examples, with the model's own
+code, and computes only its stage:
 
     stage 0     computes up to the call with which stage 1 begins, and sends the input of this call; there the run ends
     stage 1     skips the layers before (they return Absent tensors: absent.py), fills the absent input of this call
@@ -16,6 +15,8 @@ cut.
 Phase 1, once for each form of the examples: the closure runs with every parameter absent, so that nothing is computed.
   A record has which layer is called when and what it returns, which parameters are used when, and which tensors are
   used later. A cut is possible at the call of a layer where a single tensor is used later, and it is the layer's input.
+  A layer that needs values (it routes by them, say) computes zeros instead. A closure that needs the model's output is
+  looked at no further: all that the model returned counts as used later.
 Phase 2, the cut: by names of layers, or so that the largest stretch has as few parameters as can be (a layer that is
   called many times counts each time).
 Phase 3, the stages' runs. A parameter that several stages use (tied weights, a layer that is called on both sides of a
@@ -39,9 +40,15 @@ from torch import Tensor, nn
 from paceline.errors import ModelError, SettingError, UsageError, suggest
 from paceline.strategies.base import Term
 from paceline.strategies.kit.outputs import holds, mapped
-from paceline.strategies.pipeline.absent import Absent, AbsentParameters, absent, form, restoring_buffers
-from paceline.strategies.pipeline.pipeline_cut import Units
-from paceline.torch_private.core import COMPILED_CALL, NormBase, children_of, parameters_of, plain_call, version_of
+from paceline.strategies.pipeline.absent import (
+    Absent,
+    AbsentParameters,
+    ValuesNeededError,
+    absent,
+    form,
+    restoring_buffers,
+)
+from paceline.torch_private.core import COMPILED_CALL, NormBase, compiled_call, parameters_of, plain_call, version_of
 
 Call = tuple[int, int]
 """A module's number in `named_modules`, and which of its calls in a run of the closure, from 1 on."""
@@ -83,9 +90,8 @@ class Record(NamedTuple):
 
     spans: dict[Call, Span]
     cuts: list[Cut]  # the possible ones, in order
-    uses: list[tuple[float, Tensor, bool]]  # time, parameter, whether the code of a module that has layers uses it
+    uses: list[tuple[float, Tensor]]  # time, parameter
     written: set[Tensor]  # buffers that were written to
-    loss_dtype: torch.dtype
 
 
 class _Ended(BaseException):
@@ -111,28 +117,48 @@ class Calls:
         self.model = model
         self.names = dict(enumerate(name for name, _ in model.named_modules()))
         self._modules = dict(enumerate(model.modules()))
+        self._device = device
         self._absent = {id(p): absent(p.shape, p.dtype, device) for p in model.parameters()}
         self._by_absent = {id(self._absent[id(p)]): p for p in model.parameters()}
+        for one in self._absent.values():
+            one.of_parameter = True
         self._run: _Run | None = None
-        for number, module in self._modules.items():
-            _intercept(module, partial(self._called, number, module))
+        self._compiled: dict[nn.Module, Any] = {}
 
     @property
     def running(self) -> bool:
         """Whether the closure is being run for a stage, or recorded."""
         return self._run is not None
 
-    def release(self) -> None:
-        """Removes the interception of calls."""
-        for module in self._modules.values():
-            vars(module).pop(COMPILED_CALL, None)
+    @contextmanager
+    def intercepted(self) -> Iterator[None]:
+        """Within the block the closure may be run for a stage, or recorded. What a layer that was compiled calls is not
+        seen."""
+        self._compiled = {m: compiled_call(m) for m in self._modules.values() if compiled_call(m) is not None}
+        within = {inner for m in self._compiled if m is not self.model for inner in m.modules() if inner is not m}
+        seen = {number: m for number, m in self._modules.items() if m not in within}
+        for number, module in seen.items():  # nn.Module.__call__ calls this in place of hooks and forward
+            vars(module)[COMPILED_CALL] = partial(self._called, number, module)
+        try:
+            yield
+        finally:
+            for module in seen.values():
+                del vars(module)[COMPILED_CALL]
+                if module in self._compiled:
+                    vars(module)[COMPILED_CALL] = self._compiled[module]
 
     def _called(self, number: int, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run is None:
-            return plain_call(module)(*args, **kwargs)
+            return self._compute(module, args, kwargs)
         run.counts[number] += 1
         return run.called((number, run.counts[number]), module, args, kwargs)
+
+    def _compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a call of the module computes without this class; of the model, of which a stage has some layers only,
+        not compiled."""
+        compiled = None if module is self.model else self._compiled.get(module)
+        return (compiled or plain_call(module))(*args, **kwargs)
 
     @contextmanager
     def _running(self, called: Callable[[Call, nn.Module, Any, Any], Any]) -> Iterator[_Run]:
@@ -150,30 +176,48 @@ class Calls:
         created: dict[int, float] = {}  # identity of an absent tensor -> time
         used: dict[int, float] = {}  # and the time of its last use
         alive: list[Absent] = []  # all, so that no identity is used twice
-        uses: list[tuple[float, Tensor, bool]] = []
+        uses: list[tuple[float, Tensor]] = []
         spans: dict[Call, Span] = {}
-        entries: list[tuple[float, Call, list[tuple[int | str, Absent]]]] = []
-        open_calls: list[int] = []
+        entries: list[tuple[float, Call, list[tuple[int | str, Absent]], Sequence[Call]]] = []
+        open_calls: list[Call] = []
+        outputs: list[Any] = []  # of the model
 
-        def operation(inputs: Sequence[Absent], outputs: Sequence[Absent]) -> None:
+        def operation(inputs: Sequence[Absent], made: Sequence[Absent]) -> None:
             clock[0] += 1
             for one in inputs:
                 parameter = self._by_absent.get(id(one))
                 if parameter is None:
                     used[id(one)] = clock[0]
                 else:
-                    outer = bool(open_calls) and bool(children_of(self._modules[open_calls[-1]]))
-                    uses.append((clock[0], parameter, outer or not open_calls))
-            for one in outputs:
+                    uses.append((clock[0], parameter))
+            for one in made:
                 alive.append(one)
                 created[id(one)] = clock[0]
 
         def called(call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
             start, before, given = clock[0], run.counts.copy(), _absent_in(args, kwargs)
-            entries.append((start, call, given))
-            open_calls.append(call[0])
-            output = plain_call(module)(*args, **kwargs)
-            open_calls.pop()
+            entries.append((start, call, given, tuple(open_calls)))
+            inside = len(entries)
+            open_calls.append(call)
+            try:
+                if module is not self.model and module in self._compiled:
+                    raise ValuesNeededError
+                output = plain_call(module)(*args, **kwargs)
+            except ValuesNeededError:
+                if module is self.model:
+                    raise
+                for _, earlier, _, _ in entries[inside:]:
+                    spans.pop(earlier, None)
+                del entries[inside:]
+                run.counts = before.copy()
+                output = self._of_zeros(run, module, args, kwargs)
+                made: list[Absent] = []
+                mapped(output, Absent, made.append)
+                operation([*(one for _, one in given), *(self._absent[id(p)] for p in module.parameters())], made)
+            finally:
+                open_calls.pop()
+            if module is self.model:
+                outputs.append(output)
             inner = run.counts - before
             inner[call[0]] += 1
             spans[call] = Span(
@@ -193,7 +237,13 @@ class Calls:
                 AbsentParameters(self._absent, operation),
                 self._running(called) as run,
             ):
-                terms = compute()
+                try:
+                    terms = compute()
+                except ValuesNeededError:
+                    if not outputs:
+                        raise
+                    mapped(outputs, Absent, lambda one: used.update({id(one): END}))
+                    terms = []
                 written = {buffer for buffer, before in versions.items() if version_of(buffer) != before}
         finally:
             for norm in norms:
@@ -205,17 +255,32 @@ class Calls:
                 used[id(term.value)] = END
         lives = sorted((moment, used[key], key) for key, moment in created.items() if key in used)
         cuts: list[Cut] = []
-        for start, (number, count), given in entries:
+        for start, (number, count), given, outer in entries:
             needed = [key for moment, last, key in lives if moment <= start < last]
             found = [(where, one) for where, one in given if needed == [id(one)] and one.dtype.is_floating_point]
-            first = next(iter(self._modules[number].parameters()), None)
-            if not found or first is None or (cuts and cuts[-1].at == start):
+            if not found or (cuts and cuts[-1].at == start and cuts[-1].call in outer):
                 continue
             (where, one), *_ = found
             cuts.append(Cut((number, count), self.names[number], start, where, tuple(one.shape), one.dtype))
         many = {number for number, count in run.counts.items() if count > 1}
         cuts = [cut._replace(name=f"{cut.name}#{cut.call[1]}") if cut.call[0] in many else cut for cut in cuts]
-        return Record(spans, cuts, uses, written, terms[0].value.dtype)
+        return Record(spans, cuts, uses, written)
+
+    def _of_zeros(self, run: _Run, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """What a layer returns for zeros, and of weights that are zero, with absent tensors in the place of all
+        others."""
+        called, modes = run.called, {inner: inner.training for inner in module.modules()}
+        run.called = lambda call, inner, args, kwargs: plain_call(inner)(*args, **kwargs)
+        state = {name: _zeros(self._absent[id(p)]) for name, p in module.named_parameters()}
+        state |= {name: buffer.clone() for name, buffer in module.named_buffers()}
+        args, kwargs = mapped((args, kwargs), Absent, _zeros)
+        try:
+            output = torch.func.functional_call(module.eval(), state, args, kwargs)
+        finally:
+            run.called = called
+            for inner, was in modes.items():
+                inner.training = was
+        return mapped(output, Tensor, lambda one: absent(one.shape, one.dtype, one.device))
 
     # --- phase 3
 
@@ -237,7 +302,7 @@ class Calls:
             if exit is not None and begun and call == exit.call:
                 raise _Ended(_argument(exit, args, kwargs, self.names[call[0]]))
             if begun:
-                return plain_call(module)(*args, **kwargs)
+                return self._compute(module, args, kwargs)
             assert entry is not None
             cut, received = entry
             if call == cut.call:
@@ -250,10 +315,10 @@ class Calls:
                     args = (*args[: cut.where], received, *args[cut.where + 1 :])
                 else:
                     kwargs = {**kwargs, cut.where: received}
-                return plain_call(module)(*args, **kwargs)
+                return self._compute(module, args, kwargs)
             span = record.spans.get(call)
             if span is None or span.output is None or span.start <= cut.at < span.end:
-                return plain_call(module)(*args, **kwargs)
+                return self._compute(module, args, kwargs)
             return self._skip(run, call, span, args, kwargs)
 
         try:
@@ -294,7 +359,7 @@ class Calls:
             if span is not None and span.output is not None:
                 output = self._skip(run, call, span, args, kwargs)
             else:
-                output = plain_call(module)(*args, **kwargs)
+                output = self._compute(module, args, kwargs)
             if outermost:
                 within = False
                 output = mapped(output, Absent, _zeros)
@@ -316,7 +381,7 @@ class Calls:
                 now = time.perf_counter()
                 found.append(now - latest)
                 latest = now
-            return plain_call(module)(*args, **kwargs)
+            return self._compute(module, args, kwargs)
 
         with self._running(called):
             yield found
@@ -324,19 +389,19 @@ class Calls:
 
     # --- parameters of the stretches
 
-    def units(self, record: Record) -> Units:
+    def stretches(self, record: Record) -> list[str]:
         """The stretches between possible cuts, by name."""
         first = next(
             (self.names[number] for number, _ in record.spans if number and parameters_of(self._modules[number])), ""
         )
-        return Units([], [first or "begin", *(cut.name for cut in record.cuts)])
+        return [first or "begin", *(cut.name for cut in record.cuts)]
 
     def sizes(self, record: Record) -> list[float]:
         """How many parameters each stretch uses."""
         bounds = [0.0, *(cut.at for cut in record.cuts), END]
         sizes = []
         for start, end in pairwise(bounds):
-            used = {id(p): p for at, p, _ in record.uses if start < at <= end}
+            used = {id(p): p for at, p in record.uses if start < at <= end}
             sizes.append(float(sum(p.numel() for p in used.values()) + 1))
         return sizes
 
@@ -346,7 +411,7 @@ class Calls:
         parts = []
         for start, end in pairwise(bounds):
             part = nn.Module()
-            parameters = {id(p): p for at, p, _ in record.uses if start < at <= end}
+            parameters = {id(p): p for at, p in record.uses if start < at <= end}
             for number, p in enumerate(parameters.values()):
                 part.register_parameter(str(number), p)  # type: ignore[arg-type]
             buffers: dict[int, Tensor] = {}
@@ -361,18 +426,17 @@ class Calls:
     def lacking(self, record: Record, start: Cut | None, end: Cut | None, kept: Collection[Tensor]) -> list[str]:
         """Names of the parameters that the stretch between two cuts uses and that are not in `kept`."""
         begin, until = 0.0 if start is None else start.at, END if end is None else end.at
-        missing = {id(p) for at, p, _ in record.uses if begin < at <= until and p not in kept}
+        missing = {id(p) for at, p in record.uses if begin < at <= until and p not in kept}
         return [name for name, p in self.model.named_parameters() if id(p) in missing]
 
     @contextmanager
-    def absent_parameters(self, record: Record, kept: Collection[Tensor]) -> Iterator[None]:
-        """Within the block parameters that code between layers uses, and that are not in `kept`, are absent."""
-        wanted = {p for _, p, outer in record.uses if outer and p not in kept}
+    def absent_parameters(self, kept: Collection[Tensor]) -> Iterator[None]:
+        """Within the block all parameters that are not in `kept` are absent: code between layers may name them."""
         replaced = [
             (module, name, p)
-            for module in (self._modules.values() if wanted else ())
+            for module in self._modules.values()
             for name, p in parameters_of(module).items()
-            if p is not None and p in wanted
+            if p is not None and p not in kept
         ]
         for module, name, p in replaced:
             parameters_of(module)[name] = self._absent[id(p)]
@@ -392,19 +456,8 @@ def places_of(model: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any) 
         mapped(loss_fn(model, batch), Absent, lambda one: terms.append(Term(one, None)))
         return terms
 
-    try:
-        return calls.units(calls.record(compute)).names
-    finally:
-        calls.release()
-
-
-def _intercept(module: nn.Module, called: Callable[..., Any]) -> None:
-    if vars(module).get(COMPILED_CALL) is not None:
-        raise ModelError(
-            "strategy pipeline: a layer was compiled (module.compile()), and a pipeline cannot look at its calls. "
-            "Leave that out, or use strategy='ddp'."
-        )
-    vars(module)[COMPILED_CALL] = called  # nn.Module.__call__ calls it, in place of hooks and forward
+    with calls.intercepted():
+        return calls.stretches(calls.record(compute))
 
 
 def _zeros(one: Absent) -> Tensor:
@@ -471,9 +524,8 @@ def form_of(batch: Any) -> Any:
     return type(batch).__name__
 
 
-def check_names(model: nn.Module, cut: str, stages: int, known: Collection[str] = ()) -> None:
-    """Raises SettingError or ModelError for a cut that is wrong for any examples. known: names of units that torch.fx
-    has found."""
+def check_names(model: nn.Module, cut: str, stages: int) -> None:
+    """Raises SettingError or ModelError for a cut that is wrong for any examples."""
     layers = [
         name for name, module in model.named_modules() if name and next(iter(module.parameters()), None) is not None
     ]
@@ -484,9 +536,10 @@ def check_names(model: nn.Module, cut: str, stages: int, known: Collection[str] 
             "Set stages, or start fewer processes."
         )
     parts = [part.strip() for part in cut.split(",")] if cut else []
+    known = dict(model.named_modules())
     for part in parts:
         name, _, count = part.partition("#")
-        if part.isdigit() or part in known or (name in layers and (not count or count.isdigit())):
+        if part.isdigit() or (name in known and (not count or count.isdigit())):
             continue
         near = suggest(name, layers) if len(layers) <= 12 else _nearest(name, layers)
         raise SettingError(

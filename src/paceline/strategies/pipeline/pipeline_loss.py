@@ -1,7 +1,5 @@
-"""The user's closure in a pipeline.
-
-On the first stage its call of the model gives the stage's input. On the last stage this call returns the stage's
-output; the terms that the closure then returns are weighted, and broadcast to all stages.
+"""What the user's closure returns in a pipeline: on the last stage, where the terms are weighted, and then broadcast
+to all stages.
 
 A sum over counted things is divided by the count of the whole global batch, which is not known when the first backward
 begins. So the last stage runs a closure that returns a Total once more, before the schedule, with zeros in place of the
@@ -25,35 +23,6 @@ from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight, Work
 
 
-class _ModelCalled(Exception):
-    """Ends a closure at its call of the model. `args`: of this call."""
-
-
-class ModelStub:
-    """In place of the model in a closure that must not compute it. A call returns `output`; without one it ends the
-    closure."""
-
-    def __init__(self, output: Tensor | None = None) -> None:
-        self._output, self._called = output, False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._output is None:
-            raise _ModelCalled(*args, *kwargs.values())
-        if self._called:
-            raise UsageError(
-                "strategy pipeline: the closure calls the model a second time, and only one input goes through the "
-                "stages. Join the inputs, both = model(torch.cat([a, b])), and cut the output; or use strategy='ddp'."
-            )
-        self._called = True
-        return self._output
-
-    def __getattr__(self, name: str) -> Any:
-        raise UsageError(
-            f"strategy pipeline: the closure uses model.{name}. No process has the whole model while it trains: a "
-            "closure calls it once, output = model(input), and computes the loss from the output."
-        )
-
-
 class _Kind(NamedTuple):
     """What a closure returns."""
 
@@ -68,48 +37,6 @@ Share = tuple[Piece, float, float]
 def on_one_stage() -> AbstractContextManager[None]:
     """Within the block the closure runs on one stage: functions that need all members of the run raise."""
     return current().computing(current().replicas, everywhere=False)
-
-
-def called_with(work: Work, piece: Piece, device: torch.device) -> tuple[Any, ...]:
-    """The arguments of the closure's call of the model. Raises UsageError where it does not call it."""
-    try:
-        with on_one_stage(), torch.no_grad():
-            work.compute(ModelStub(), piece, device)
-    except _ModelCalled as captured:
-        return captured.args
-    raise UsageError("strategy pipeline: the closure never called the model. Call it once: output = model(input).")
-
-
-def input_of(work: Work, piece: Piece, device: torch.device) -> Tensor:
-    """The argument of the closure's call of the model. Raises UsageError unless it is one tensor."""
-    args = called_with(work, piece, device)
-    if len(args) == 1 and isinstance(args[0], Tensor):
-        return args[0]
-    raise UsageError(
-        f"strategy pipeline: the closure calls the model with {len(args)} arguments; it takes one tensor. It did so at "
-        "the first step."
-    )
-
-
-def terms_from(work: Work, output: Tensor, piece: Piece, device: torch.device) -> list[Term]:
-    """What the closure returns for this output of the model. Raises UsageError where it differentiates by the input."""
-    try:
-        with on_one_stage():
-            return work.compute(ModelStub(output), piece, device)
-    except RuntimeError as error:
-        if "not have been used in the graph" not in str(error):
-            raise
-        raise UsageError(
-            "strategy pipeline: the closure differentiates by something that the model's output does not depend on "
-            "here, such as the model's input (a gradient penalty): the layers between are other processes'. Use "
-            "strategy='ddp' or 'fsdp'."
-        ) from error
-
-
-def with_zeros(work: Work, form: Tensor, piece: Piece, device: torch.device) -> list[Term]:
-    """What the closure returns for zeros of this form in place of the model's output."""
-    zeros = torch.zeros(form.shape, dtype=form.dtype, device=device)
-    return terms_from(work, zeros.requires_grad_(zeros.is_floating_point()), piece, device)
 
 
 class Losses:

@@ -1,4 +1,4 @@
-"""torch's pipeline schedules (torch.distributed.pipelining) of one stage, for both ways to cut a model."""
+"""torch's pipeline schedules (torch.distributed.pipelining) of one stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from paceline.comm.mesh import Mesh
-from paceline.torch_private.schedules import NOT_CUT
 
 T = TypeVar("T")
 
@@ -33,40 +32,32 @@ class Schedules:
     def last(self) -> bool:
         return self._mesh.coordinate("stage") == self._mesh.size("stage") - 1
 
-    def passes(self, group: Sequence[T]) -> Iterator[tuple[int, Sequence[T]]]:
-        """Micro-batches of one form that go through the stages together, each with the index of the first."""
+    def passes(self, group: Sequence[T]) -> Iterator[Sequence[T]]:
+        """Micro-batches of one form that go through the stages together."""
         size = 1 if self._name == "naive" else len(group)
         for start in range(0, len(group), size):
-            yield start, group[start : start + size]
+            yield group[start : start + size]
 
     def run(
-        self,
-        stage: nn.Module,
-        forms: tuple[Tensor, Tensor],
-        given: Callable[[], Tensor],
-        loss: Callable[[Tensor, Tensor], Tensor],
-        count: int,
-        **keywords: Tensor,
+        self, stage: nn.Module, forms: tuple[Tensor, Tensor], count: int, loss: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
         """Forwards and backwards of `count` micro-batches.
 
-        forms: tensors on "meta", as the stage receives and sends them. given(): the input of the first stage, of all
-        micro-batches. loss: on the last stage, of its output and the number of the micro-batch. keywords: given to the
-        stage, cut by micro-batches.
+        stage: called with what the stage before sends (on the first stage, with the number of the micro-batch), and
+        `number`. forms: tensors on "meta", as the stage receives and sends them. loss: on the last stage, of its output
+        and the number.
         """
         self._loss = loss
         numbers = torch.arange(count)
-        # A single micro-batch is not cut: it may have no examples.
-        spec: Any = (NOT_CUT,) if count == 1 and not keywords else None
-        schedule = self._schedule(stage, count, forms, spec)
+        schedule = self._schedule(stage, count, forms)
         if self.first:
-            schedule.step(given(), **keywords)
+            schedule.step(numbers, number=numbers)
         elif self.last:
-            schedule.step(target=numbers, losses=[], **keywords)
+            schedule.step(target=numbers, losses=[], number=numbers)
         else:
-            schedule.step(**keywords)
+            schedule.step(number=numbers)
 
-    def _schedule(self, stage: nn.Module, count: int, forms: tuple[Tensor, Tensor], spec: Any) -> Any:
+    def _schedule(self, stage: nn.Module, count: int, forms: tuple[Tensor, Tensor]) -> Any:
         key = (count, *((form.shape, form.dtype) for form in forms))
         if key not in self._made:
             if len(self._made) >= _MOST:
@@ -82,13 +73,7 @@ class Schedules:
                 group=self._mesh.along("stage").get_group(),
             )
             kind = Schedule1F1B if self._name == "1f1b" and count >= stages else ScheduleGPipe
-            self._made[key] = kind(
-                own,
-                n_microbatches=count,
-                loss_fn=self._loss_of,
-                args_chunk_spec=spec,
-                scale_grads=False,
-            )
+            self._made[key] = kind(own, n_microbatches=count, loss_fn=self._loss_of, scale_grads=False)
         return self._made[key]
 
     def _loss_of(self, output: Tensor, number: Tensor) -> Tensor:

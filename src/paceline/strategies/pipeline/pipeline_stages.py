@@ -1,4 +1,4 @@
-"""The stages of a pipeline that is cut between calls of layers (`pipeline_calls.py`).
+"""The stages of a pipeline, which is cut between calls of layers (`pipeline_calls.py`).
 
 All stages of a data shard have the same examples. So each makes the same records of them, without communication.
 """
@@ -19,32 +19,20 @@ from paceline.comm.replicas import ProcessReplicas
 from paceline.data.batch_plan import Piece
 from paceline.errors import ModelError, PacelineError, UsageError
 from paceline.strategies.base import Term, Work
-from paceline.strategies.kit.named_parameters import send_models
 from paceline.strategies.pipeline.pipeline_calls import Calls, Cut, Record, form_of
-from paceline.strategies.pipeline.pipeline_cut import Units, boundaries
+from paceline.strategies.pipeline.pipeline_cut import boundaries
 from paceline.strategies.pipeline.pipeline_loss import Losses, Share, on_one_stage
 from paceline.strategies.pipeline.pipeline_schedule import Schedules
 from paceline.strategies.pipeline.stage_parameters import StageParameters
+
+LOSS = torch.float32
+"""The dtype in which a stage gives its loss to torch's schedule, which starts a gradient of 1 from it."""
 
 MOST_RECORDS = 256
 """Forms of examples that are remembered."""
 
 
-class UncutModel:
-    """A model whose cut the first micro-batch decides. units: those of torch.fx, where it found some."""
-
-    def __init__(self, model: nn.Module, units: Units | None) -> None:
-        self.model, self.units = model, units
-        self.sent = False
-
-    def send(self, device: torch.device) -> None:
-        """Moves the whole model to the device, with rank 0's weights: someone needs it before it is cut. Collective."""
-        if not self.sent:
-            send_models([self.model], device)
-            self.sent = True
-
-
-class CallStages:
+class Stages:
     """The stages, seen from one process."""
 
     def __init__(
@@ -63,17 +51,18 @@ class CallStages:
     def running(self) -> bool:
         return self._calls.running
 
-    def close(self) -> None:
-        self._calls.release()
-
     # --- the cut
 
     def cut(self, work: Work, cut: str, by_cost: bool) -> list[nn.Module]:
         """Chooses where the stages begin, by the first micro-batch. Returns for each stage a module of its parameters
         and buffers. Raises ModelError or SettingError."""
+        with self._calls.intercepted():
+            return self._cut(work, cut, by_cost)
+
+    def _cut(self, work: Work, cut: str, by_cost: bool) -> list[nn.Module]:
         piece = next((piece for piece in work.pieces if piece.count), work.pieces[0])
         record = self._record(work, piece)
-        units = self._calls.units(record)
+        names = self._calls.stretches(record)
         if not record.cuts:
             raise ModelError(
                 f"strategy pipeline: the forward of {type(self._model).__name__} has no call of a layer before which a "
@@ -81,7 +70,7 @@ class CallStages:
                 "each with what the one before returned, or use another strategy, such as ddp."
             )
         sizes = self._seconds(work, piece, record) if by_cost and not cut else self._calls.sizes(record)
-        where = boundaries(units, self._mesh.size("stage"), cut, sizes)
+        where = boundaries(names, self._mesh.size("stage"), cut, sizes)
         chosen = collectives.broadcast_object([record.cuts[start - 1].call for start in where[1:-1]])
         by_call = {found.call: found for found in record.cuts}
         if not by_call.keys() >= set(chosen):
@@ -124,13 +113,17 @@ class CallStages:
 
     def compute(self, work: Work, shares: Sequence[Share], key: int, parameters: StageParameters) -> list[list[Term]]:
         """Forwards and backwards of the micro-batches. Returns their terms, on the last stage."""
+        with self._calls.intercepted():
+            return self._compute(work, shares, key, parameters)
+
+    def _compute(self, work: Work, shares: Sequence[Share], key: int, parameters: StageParameters) -> list[list[Term]]:
         mesh = self._mesh
         groups = [list(group) for _, group in groupby(shares, key=lambda share: form_of(share[0].batch))]
         records = [self._record(work, group[0][0]) for group in groups]
         for record in records:
             self._check(record)
         parameters.free_others()
-        with self._calls.absent_parameters(records[0], parameters.used):
+        with self._calls.absent_parameters(parameters.used):
             inverse = {}
             if self._schedules.last:
 
@@ -145,7 +138,7 @@ class CallStages:
             terms: list[list[Term]] = []
             with mesh.computing(ProcessReplicas(mesh.layers)):
                 for group, record in zip(groups, records, strict=True):
-                    for _, chosen in self._schedules.passes(group):
+                    for chosen in self._schedules.passes(group):
                         terms += self._pass(work, chosen, record, key, inverse)
         return terms
 
@@ -171,13 +164,12 @@ class CallStages:
                 output: Tensor = result
                 return output
             found.append([term.detached() for term in result])
-            return self._losses.weighted(work.call, result, share, inverse).reshape(1)
+            return self._losses.weighted(work.call, result, share, inverse).reshape(1).to(LOSS)
 
         self._stage.run = run
-        numbers = torch.arange(len(group))
-        forms = (_meta(entry, ((1,), torch.int64)), _meta(exit, ((1,), record.loss_dtype)))
+        forms = (_meta(entry, torch.int64), _meta(exit, LOSS))
         try:
-            self._schedules.run(self._stage, forms, lambda: numbers, _sum_of_loss, len(group), number=numbers)
+            self._schedules.run(self._stage, forms, len(group), _sum_of_loss)
         except RuntimeError as error:  # torch wraps what a stage's forward raises
             if isinstance(error.__cause__, (PacelineError, TypeError, ValueError)):
                 raise error.__cause__ from None
@@ -214,9 +206,9 @@ class CallStages:
         return ends
 
 
-def _meta(cut: Cut | None, form: tuple[tuple[int, ...], torch.dtype]) -> Tensor:
-    """A tensor on "meta" of what travels at a cut; of this form where there is no cut."""
-    shape, dtype = form if cut is None else (cut.shape, cut.dtype)
+def _meta(cut: Cut | None, dtype: torch.dtype) -> Tensor:
+    """A tensor on "meta" of what travels at a cut; where there is no cut, of a number of this dtype."""
+    shape, dtype = ((1,), dtype) if cut is None else (cut.shape, cut.dtype)
     return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(dtype.is_floating_point)
 
 

@@ -30,14 +30,13 @@ from torch import Tensor, nn
 
 from paceline.comm.collectives import buckets
 from paceline.comm.devices import flatten, unflatten
-from paceline.comm.mesh import Mesh
 from paceline.data.batch_plan import one_shard
-from paceline.strategies.base import Backward, ClosureStrategy, LoopStrategy, Term, Work, backward_here
-from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.base import Backward, LoopStrategy, backward_here
 from paceline.strategies.kit.named_parameters import in_place_of, load_replicated, replicated_state
 from paceline.strategies.kit.optimizer_hooks import carried, step_between_hooks
-from paceline.strategies.replicated.local_devices import check_devices, devices_of
-from paceline.strategies.replicated.replica_set import ReplicaSet, Stamp, norms_of, stamp_of
+from paceline.strategies.replicated.local_devices import check_devices
+from paceline.strategies.replicated.replica_set import Stamp, norms_of, stamp_of
+from paceline.strategies.replicated.replica_strategy import ReplicaStrategy
 from paceline.torch_private.core import foreach_copy_, version_of
 from paceline.world import World
 
@@ -49,17 +48,16 @@ def check(size: int | None, *, devices: str) -> None:
     check_devices("central_storage", size, devices)
 
 
-class CentralStorage(LoopStrategy, ClosureStrategy):
+class CentralStorage(ReplicaStrategy, LoopStrategy):
     """devices: such as "cuda:0" or "cuda:0,cuda:1"; all accelerators of this machine if not given."""
+
+    name = "central_storage"
 
     def __init__(self, world: World, device: torch.device, *, devices: str = "") -> None:
         check(world.size, devices=devices)
-        found = devices_of("central_storage", devices, device)
-        self.device = found[0]
-        self._replicas = ReplicaSet(found) if len(found) > 1 else None
-        self.mesh = Mesh(device, world.rank)
-        self.plan = one_shard(1, 0) if self._replicas is None else self._replicas.plan
-        self.store = GradientStore(replicas=() if self._replicas is None else self._replicas.copies)
+        super().__init__(world, device, devices=devices)
+        if len(self.devices) == 1:  # then the loop form works too
+            self.plan = one_shard(1, 0)
         self._masters: dict[Tensor, Tensor] = {}
         self._buckets: list[_Bucket] = []
 
@@ -67,31 +65,17 @@ class CentralStorage(LoopStrategy, ClosureStrategy):
         for optimizer in optimizers:
             if optimizer not in self.optimizers:
                 _state_of_masters(optimizer, self._masters)
-        self.models, self.optimizers = list(models), list(optimizers)
-        for model in models:
-            model.to(self.device)
-        if self._replicas is not None:
-            self._replicas.setup(models)
+        super().setup(models, optimizers)
         for optimizer in optimizers:
             self._make_masters(optimizer)
 
     def backward(self, work: Backward) -> None:
         backward_here(work)
 
-    def forward_backward(self, work: Work) -> list[list[Term]]:
-        assert self._replicas is not None
-        self._replicas.follow(work.call)
-        return self._replicas.forward_backward(work, self._replicas.gather)
-
-    def finish(self) -> None:
-        if self._replicas is not None:
-            self._replicas.average_statistics()
-
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         self._make_masters(optimizer)
         step_between_hooks(optimizer, partial(self._update, optimizer))
-        if self._replicas is not None:
-            self._replicas.mark_stale(optimizer)
+        self.replicas.mark_stale(optimizer)
 
     @torch.no_grad()
     def _update(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -130,8 +114,7 @@ class CentralStorage(LoopStrategy, ClosureStrategy):
         load_replicated(self.models, self.optimizers, state, self._masters)
         for bucket in self._buckets:
             bucket.follow(bucket.parameters)
-        if self._replicas is not None:
-            self._replicas.mark_stale()
+        self.replicas.mark_stale()
 
     def close(self) -> None:
         """Optimizers get their state back, which stays on the CPU."""
@@ -141,8 +124,7 @@ class CentralStorage(LoopStrategy, ClosureStrategy):
                     optimizer.state[p] = optimizer.state.pop(master)
             for name in _STATE_METHODS:
                 vars(optimizer).pop(name, None)
-        if self._replicas is not None:
-            self._replicas.close()
+        super().close()
         self._masters, self._buckets = {}, []
 
 

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 import operator
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -44,8 +43,8 @@ from paceline.comm.mesh import Mesh
 from paceline.config import StrategySpec
 from paceline.data.batch_plan import BatchPlan, one_shard
 from paceline.errors import ModelError, SettingError, UnusedParameterError, warn
-from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
-from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here, torch_backward
+from paceline.strategies.gradient_store import GradientStore, any_gradient
 from paceline.strategies.kit.named_parameters import (
     CHANGED_AT_START,
     check_same_bits,
@@ -78,8 +77,10 @@ def check(
     size: int | None, *, bucket_mb: float, static_graph: bool, find_unused: bool, reducer: str, codec: str
 ) -> None:
     """Raises SettingError for what cannot work, on any number of processes."""
-    if not 0 < bucket_mb < math.inf:
-        raise SettingError(f"strategy ddp: bucket_mb={bucket_mb}: a size above 0, in MB, is needed, such as 25.")
+    if not bucket_mb > 0:
+        raise SettingError(
+            f"strategy ddp: bucket_mb={bucket_mb}: a size above 0, in MB, is needed, such as 25, or inf: one bucket."
+        )
     if static_graph and find_unused:
         raise SettingError("strategy ddp: static_graph and find_unused contradict each other. Set one of them.")
     ddp_hook.check(reducer, codec)
@@ -90,7 +91,7 @@ def alone(spec: StrategySpec, device: torch.device, *, codec: str) -> tuple[Stra
 
 
 class DDP(LoopStrategy):
-    """bucket_mb: size of a bucket in MB (2**20 bytes); the first one is full at 1 MB. static_graph,
+    """bucket_mb: size of a bucket in MB (2**20 bytes); the first one is full at 1 MB; inf: one bucket. static_graph,
     gradient_as_bucket_view: as in torch's DDP. find_unused: the parameters that a loss reaches may differ between steps
     and ranks. reducer: "default" (shared memory on the CPUs of one machine, else "native"), "auto", "native",
     "shared_memory", "direct", "ring", "hierarchical" or "reduce_to_one". codec: "none", "bf16", "fp16",
@@ -117,14 +118,14 @@ class DDP(LoopStrategy):
             codec=codec,
         )
         self._reduction = ddp_hook.make(self, reducer, codec, world, device)
-        # torch's reducer averages over replicas: the world's size in the weights turns that into the sum.
-        self._factor = world.size if self._reduction is None else 1
         self.world, self.device = world, device
         self.mesh = Mesh(device, world.rank, {"replicate": world.size})
         self.plan: BatchPlan = one_shard(world.size, world.rank)
         self.bucket_mb, self.static_graph = bucket_mb, static_graph
         self.find_unused = find_unused
         self.store = GradientStore(aliased=gradient_as_bucket_view)
+        if self._reduction is None:  # torch's reducer averages over the replicas
+            self.store.factor = world.size
         self._sent: set[Tensor] = set()  # parameters and buffers that have had rank 0's values
         self._names: dict[Tensor, str] = {}
         self._flags: tuple[bool, ...] = ()  # requires_grad of each parameter
@@ -132,6 +133,7 @@ class DDP(LoopStrategy):
         self._accumulators: list[Any] = []  # autograd's node that adds to `.grad`, of each trainable parameter
         self._reducers: dict[Used, BucketReducer] = {}
         self._expected: dict[Kind, Used | None] = {}  # the parameters of each call; None: compared every time
+        self._steady: dict[Kind, BucketReducer] = {}  # of the calls that always use the same parameters, on all ranks
         self._late: set[Kind] = set()  # the calls whose gradients are reduced when the backward has ended
 
     def carrier(self) -> str:
@@ -145,34 +147,44 @@ class DDP(LoopStrategy):
             self._reduction.names = self._names
         self._flags = ()
         if self.world.size > 1:
-            cut_compiled_graphs(self.bucket_mb)
+            cut_compiled_graphs(None if self.bucket_mb == math.inf else self.bucket_mb)
 
     def backward(self, work: Backward) -> None:
-        if not work.final:
-            backward_here(work, self._factor)
-            return
-        if self.world.size == 1:
-            backward_here(work, self._factor)
-            if self._reduction is not None:
+        if not work.final or self.world.size == 1:
+            backward_here(work)
+            if work.final and self._reduction is not None:
                 self._reduction.reduce_alone()
             return
-        self._follow_requires_grad()
-        run, call = partial(backward_here, work, self._factor), work.kind
+        if tuple(map(_requires_grad, self._names)) != self._flags:
+            self._follow_requires_grad()
+        reducer = self._steady.get(work.kind)
+        if reducer is None:
+            self._backward_unknown(work)
+            return
+        for arm in reducer.arm:
+            arm()
+        torch_backward(work.losses, work.gradients, inputs=work.inputs, retain_graph=work.retain_graph)
+        try:
+            reducer.check()
+            complete = reducer.first.grad is not None  # else perhaps none came, and the reducer knows of no backward
+        except RuntimeError:
+            complete = False
+        if not complete or (reducer.others and any_gradient(reducer.others)):
+            raise UnusedParameterError(self._changed_message(work.kind, reducer.used))
+
+    def _backward_unknown(self, work: Backward) -> None:
+        """A backward call that has no reducer yet, or that ranks compare each time."""
+        run, call = partial(backward_here, work), work.kind
         if call not in self._expected:
             self._backward_first(work.losses, run, call)
-            return
-        if call in self._late:
+        elif call in self._late:
             self._backward_late(run, call)
-            return
-        expected = self._expected[call]
-        if expected is None or self.find_unused or expected not in self._reducers:
+        else:
             self._backward_compared(work.losses, run, call)
-            return
-        reducer = self._reducers[expected]
-        reducer.arm()
-        run()
-        if reducer.missed() or any(p.grad is not None for p in reducer.others):
-            raise UnusedParameterError(self._changed_message(call, expected))
+        expected = self._expected[call]
+        if expected in self._reducers and call not in self._late and not self.find_unused:
+            assert expected is not None
+            self._steady[call] = self._reducers[expected]
 
     def _backward_first(self, losses: Sequence[Tensor], run: Callable[[], None], call: Kind) -> None:
         """Runs without a reducer, and then compares the parameters that had a gradient. So parameters within a
@@ -188,14 +200,12 @@ class DDP(LoopStrategy):
             visible.append(tuple(map(will_execute, self._accumulators)))
 
         hooks = [loss.register_hook(look) for loss in losses]
-        began = time.perf_counter()
         try:
             with self._recording_order() as order:
                 run()
         finally:
             for hook in hooks:
                 hook.remove()
-        took = time.perf_counter() - began
         used = self._compare(call, self._with_gradients())
         graded = set(order)
         in_parts = len(order) > len(graded)
@@ -203,32 +213,30 @@ class DDP(LoopStrategy):
         late = in_parts or (hidden and (self.find_unused or self._expected[call] is None))
         if any(collectives.gather_objects(late)):
             self._late.add(call)
-        self._reduce_late(used, order, took)
+        self._reduce_late(used, order)
 
     def _backward_late(self, run: Callable[[], None], call: Kind) -> None:
         """Runs without a reducer, which then reduces what the backward has left."""
-        began = time.perf_counter()
         with self._recording_order() as order:
             run()
-        took = time.perf_counter() - began
         mine, used = self._with_gradients(), self._expected[call]
         if used is None or self.find_unused:
             used = self._compare(call, mine)
         elif mine != used:
             raise UnusedParameterError(self._changed_message(call, used))
-        self._reduce_late(used, order, took)
+        self._reduce_late(used, order)
 
     def _with_gradients(self) -> Used:
         """The parameters that have a gradient of this call, from this micro-batch or an earlier one."""
         return tuple(p.grad is not None for p in self.trainable)
 
-    def _reduce_late(self, used: Used, order: Sequence[Tensor], seconds: float) -> None:
+    def _reduce_late(self, used: Used, order: Sequence[Tensor]) -> None:
         """Reduces what a backward without a reducer has left. used: the parameters that it reached on any rank. See
         `_make_reducer`."""
         if used in self._reducers:
             self._reducers[used].reduce()
         elif any(used):  # else everything that the loss depends on is frozen
-            self._make_reducer(used, order, seconds)
+            self._make_reducer(used, order)
 
     def _backward_compared(self, losses: Sequence[Tensor], run: Callable[[], None], call: Kind) -> None:
         """The parameters may differ between steps and ranks: a hook at the root of the backward, before any gradient,
@@ -245,14 +253,14 @@ class DDP(LoopStrategy):
             expected.extend(p for p, used in zip(self.trainable, mine, strict=True) if used)
             reducer = self._reducers.get(found[0])
             if reducer is not None:
-                reducer.arm()
+                for arm in reducer.arm:
+                    arm()
                 missing = [p for p, a, b in zip(self.trainable, mine, found[0], strict=True) if b and not a]
                 expected.extend(missing)
                 if missing:  # this rank adds zeros, so that its buckets fill up as those of ranks that use them
                     torch.autograd.backward(missing, [torch.zeros_like(p) for p in missing])
 
         hooks: list[Any] = [loss.register_hook(compare) for loss in losses]
-        began = time.perf_counter()
         try:
             with self._recording_order() as order:
                 run()
@@ -263,7 +271,7 @@ class DDP(LoopStrategy):
         if hidden:
             raise ModelError(self._hidden_message(hidden))
         if any(found[0]) and found[0] not in self._reducers:
-            self._make_reducer(found[0], order, time.perf_counter() - began)
+            self._make_reducer(found[0], order)
 
     @contextmanager
     def _recording_order(self) -> Iterator[list[Tensor]]:
@@ -276,9 +284,8 @@ class DDP(LoopStrategy):
             for hook in hooks:
                 hook.remove()
 
-    def _make_reducer(self, used: Used, order: Sequence[Tensor], seconds: float) -> None:
-        """Makes the reducer of this set of parameters, and reduces the gradients that its first backward has left. So
-        many seconds that backward took.
+    def _make_reducer(self, used: Used, order: Sequence[Tensor]) -> None:
+        """Makes the reducer of this set of parameters, and reduces the gradients that its first backward has left.
 
         That backward ran without a reducer and has shown the order in which gradients come. So all steps have one
         bucket layout, also the first one after a checkpoint is restored. The bits of a sum over three ranks or more
@@ -290,15 +297,13 @@ class DDP(LoopStrategy):
         ready += [i for i, there in enumerate(used) if there and i not in set(ready)]
         parameters = [self.trainable[i] for i in ready]
         chosen = set(parameters)
-        bucket_mb = self.bucket_mb
-        if self._reduction is not None:
-            bucket_mb = self._reduction.bucket_mb(bucket_mb, [p.nbytes for p in parameters], seconds)
         self._reducers[used] = reducer = BucketReducer(
             self.models,
             parameters,
             [p for p in self.trainable if p not in chosen],
             self._reduction,
-            bucket_mb=bucket_mb,
+            used=used,
+            bucket_mb=self.bucket_mb,
             views=self.store.aliased,
             static_graph=self.static_graph,
         )
@@ -306,11 +311,8 @@ class DDP(LoopStrategy):
 
     def _follow_requires_grad(self) -> None:
         """Parameters may be frozen and unfrozen between steps, alike on all ranks: start anew when they are."""
-        flags = tuple(map(_requires_grad, self._names))
-        if flags == self._flags:
-            return
         self._drop_reducers()
-        self._flags = flags
+        self._flags = tuple(map(_requires_grad, self._names))
         self.trainable = [p for p in self._names if p.requires_grad]
         self._accumulators = [torch.autograd.graph.get_gradient_edge(p).node for p in self.trainable]
 
@@ -369,7 +371,7 @@ class DDP(LoopStrategy):
     def _drop_reducers(self) -> None:
         for reducer in self._reducers.values():
             reducer.close()
-        self._reducers, self._expected, self._late = {}, {}, set()
+        self._reducers, self._steady, self._expected, self._late = {}, {}, {}, set()
 
     def _check_at_start(self) -> None:
         self._check_alike("before the first step", CHANGED_AT_START)

@@ -43,13 +43,11 @@ from paceline.comm.reducers import REDUCERS
 from paceline.comm.waits import waits
 from paceline.errors import SettingError, suggest, warn
 from paceline.strategies.base import Strategy
-from paceline.strategies.replicated import ddp_auto
 from paceline.torch_private.core import foreach_add_, foreach_div_
 from paceline.world import World
 
-DEFAULT, NATIVE, AUTO = "default", "native", "auto"
-"""Reducers that are none by themselves: the default, the backend's own all-reduce in torch's reducer, and ddp_auto.py's
-choice."""
+DEFAULT, NATIVE = "default", "native"
+"""Reducers that are none by themselves: the default, and the backend's own all-reduce in torch's reducer."""
 
 KEY = "codec"
 """Under which a strategy's state holds what codecs kept: {"name", "residual": {name: tensor}, "q": {name: tensor}}."""
@@ -57,18 +55,13 @@ KEY = "codec"
 
 def check(reducer: str, codec: str) -> Codec | None:
     """The codec that is meant. Raises SettingError for what is not known."""
-    known = (DEFAULT, NATIVE, AUTO, codec_sums.SHARED_MEMORY, codec_sums.DIRECT, *REDUCERS)
+    known = (DEFAULT, NATIVE, codec_sums.SHARED_MEMORY, codec_sums.DIRECT, *REDUCERS)
     if reducer not in known:
         raise SettingError(f"strategy ddp: reducer={reducer!r} is not known. {suggest(str(reducer), known)}")
     try:
         chosen = codecs.parse(codec)
     except SettingError as error:
         raise SettingError(f"strategy ddp: {error}") from None
-    if chosen is not None and reducer == AUTO:
-        raise SettingError(
-            f"strategy ddp: codec={codec!r} with reducer={AUTO}, which chooses among the ways that lose nothing. Leave "
-            "one of them out."
-        )
     if isinstance(chosen, codecs.TopK) and reducer not in (DEFAULT, NATIVE, "ring"):
         raise SettingError(
             f"strategy ddp: codec={codec!r} with reducer={reducer!r}: replicas choose different elements, which are "
@@ -80,15 +73,12 @@ def check(reducer: str, codec: str) -> Codec | None:
 def make(strategy: Strategy, reducer: str, codec: str, world: World, device: torch.device) -> Reduction | None:
     """None where torch's own all-reduce is what is asked for. Raises SettingError for what is not known."""
     chosen = check(reducer, codec)
-    if chosen is None and (reducer == NATIVE or (reducer in (DEFAULT, AUTO) and not _on_cpus(world, device))):
+    if chosen is None and (reducer == NATIVE or (reducer == DEFAULT and not _on_cpus(world, device))):
         return None  # NCCL chooses by itself
     if chosen is None and reducer == DEFAULT:
         # By where and how many the processes are, so that a run that is done again adds in the same order.
         shared = codec_sums.shared_memory_sums() if world.size <= codec_sums.SHARING else None
         return None if shared is None else Reduction(strategy, shared, None, world, device)
-    if reducer == AUTO:
-        choice = ddp_auto.Choice(world, device)
-        return Reduction(strategy, choice.sums, None, world, device, choice)
     lossy = chosen is not None and (world.size > 1 or not isinstance(chosen, codecs.Rounding))
     if lossy and world.rank == 0:
         print(
@@ -120,21 +110,13 @@ def load(reduction: Reduction | None, state: Mapping[str, Any], names: Mapping[T
 class Reduction:
     """One reducer and one codec, for all buckets of all of a strategy's bucket reducers."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        sums: Sums,
-        codec: Codec | None,
-        world: World,
-        device: torch.device,
-        choice: ddp_auto.Choice | None = None,
-    ) -> None:
-        """choice: what says how large buckets are, after the first backward; None: as the user or the default says."""
+    def __init__(self, strategy: Strategy, sums: Sums, codec: Codec | None, world: World, device: torch.device) -> None:
         self.codec = codec
         self.names: dict[Tensor, str] = {}
         self.idle = False  # whether buckets are left as they are, without communication
         self._strategy, self._world, self._device = strategy, world, device
-        self._sums, self._choice = sums, choice
+        self._sums = sums
+        self._add = sums.memory.add if isinstance(sums, codec_sums.SharedMemorySums) else sums.add
         self._states: dict[Tensor, State] = {}
         self._next: list[tuple[State, State]] = []  # of this backward: states before, states after it
         self._finite: list[Tensor] = []  # of this backward: for each bucket, whether its sum is finite
@@ -151,40 +133,43 @@ class Reduction:
     def shares_memory(self) -> bool:
         return isinstance(self._sums, codec_sums.SharedMemorySums)
 
-    def bucket_mb(self, given: float, sizes: Sequence[int], backward_seconds: float) -> float:
-        """The size of buckets for gradients of these bytes, in the order in which they come. Collective."""
-        return given if self._choice is None else self._choice.bucket_mb(given, sizes, backward_seconds)
-
     # --- in a backward
 
     def start(self, bucket: GradBucket) -> Future[Tensor]:
         """The hook: returns at once where it can."""
         flat = bucket.buffer()
-        if self._worker is not None:
-            future: Future[Tensor] = Future()
-            if self.idle:
-                future.set_result(flat)
-            elif bucket.is_last():
-                if self._busy:
-                    self._worker.wait()
-                self._busy = False
-                error, self._error = self._error, None
-                if error is not None:
-                    raise error
-                self._reduce(bucket)
-                future.set_result(flat)
+        if self._worker is None:
+            return self._start_on_device(bucket)
+        future: Future[Tensor] = Future()
+        if self.idle:
+            future.set_result(flat)
+        elif not bucket.is_last():
+            self._busy = True
+            self._worker.put(lambda: self._fulfil(future, bucket))
+        else:
+            if self._busy:
+                self._worker.wait()
+            self._busy = False
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+            if self.codec is None and not flat.is_sparse:
+                self._add(flat)
             else:
-                self._busy = True
-                self._worker.put(lambda: self._fulfil(future, bucket))
-            return future
+                self._reduce(bucket)
+            future.set_result(flat)
+        return future
+
+    def _start_on_device(self, bucket: GradBucket) -> Future[Tensor]:
+        """On an accelerator: on a stream of its own."""
         module = torch.get_device_module(self._device)
-        future = Future(devices=[self._device])
+        future: Future[Tensor] = Future(devices=[self._device])
         assert self._stream is not None
         self._stream.wait_stream(module.current_stream(self._device))
         with module.stream(self._stream):  # the future then holds an event of this stream
             if not self.idle:
                 self._reduce(bucket)
-            future.set_result(flat)
+            future.set_result(bucket.buffer())
         return future
 
     def _fulfil(self, future: Future[Tensor], bucket: GradBucket) -> None:
@@ -292,6 +277,10 @@ class Reduction:
         if self._worker is not None:
             self._worker.close()
         self._sums.close()
+
+
+# torch compares the annotation of a hook with the class; here it is text.
+Reduction.start.__annotations__.update(bucket=GradBucket, **{"return": Future[Tensor]})
 
 
 @waits("wait")

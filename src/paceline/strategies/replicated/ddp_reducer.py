@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -63,13 +64,15 @@ class BucketReducer:
         others: Sequence[Tensor],
         reduction: Reduction | None,
         *,
+        used: tuple[bool, ...],
         bucket_mb: float,
         views: bool,
         static_graph: bool,
     ) -> None:
         """ready: the parameters. others: trainable ones that are not among them. reduction: how a bucket is summed, in
-        place of torch's own all-reduce and division by the number of replicas."""
-        self._first, self._parameters, self.others = ready[0], ready, others
+        place of torch's own all-reduce and division by the number of replicas. used: for each trainable parameter,
+        whether it is among `ready`."""
+        self.first, self._parameters, self.others, self.used = ready[0], ready, others, used
         kept = [p.grad for p in ready]
         _check_sparse(models, ready, reduction)
         for p in ready:  # else a reducer with views makes these gradients views of its buckets at once
@@ -84,15 +87,20 @@ class BucketReducer:
         )
         if reduction is not None:
             reduction.idle = True
-            self._ddp.register_comm_hook(None, lambda _, bucket: reduction.start(bucket))
+            self._ddp.register_comm_hook(reduction, Reduction.start)
+        self.arm: tuple[Callable[[], None], ...] = reducer.arming(self._ddp.reducer)
+        """Called one after the other: from here on a gradient that is ready counts towards its bucket. At the root of a
+        backward."""
+        self.check: Callable[[], None] = partial(reducer.check_finalized, self._ddp.reducer)
+        """After a backward: raises RuntimeError where a gradient is missing that was to come."""
         # A reducer notes the order of its first backward and then makes its buckets anew: let that be one of zeros. A
         # static graph is recorded in a backward before that, and reduced at its end.
         zeros = [_zeros(p, gradient) for p, gradient in zip(ready, kept, strict=True)]
         if static_graph:
-            self.arm()
+            self._arm()
             accumulate(ready, zeros)
             reducer.delay_all_reduce(self._ddp.reducer)
-        self.arm()
+        self._arm()
         accumulate(ready, zeros)
         reducer.rebuild_buckets(self._ddp.reducer)
         for p, gradient in zip(ready, kept, strict=True):
@@ -100,29 +108,20 @@ class BucketReducer:
         if reduction is not None:
             reduction.idle = False
 
-    def arm(self) -> None:
-        """From here on a gradient that is ready counts towards its bucket. Called at the root of a backward."""
-        reducer.arm(self._ddp.reducer)
-
     def reduce(self) -> None:
         """Sums the gradients that a backward has left while this was not armed. A parameter without one adds zeros."""
-        self.arm()
+        self._arm()
         accumulate(self._parameters, [p.grad for p in self._parameters])
 
-    def missed(self) -> bool:
-        """Whether, after a backward, a gradient is missing that `arm` was told would come."""
-        if self._first.grad is None:  # then perhaps none came, and the reducer does not know that there was a backward
-            return True
-        try:
-            reducer.check_finalized(self._ddp.reducer)
-        except RuntimeError:
-            return True
-        return False
+    def _arm(self) -> None:
+        for arm in self.arm:
+            arm()
 
     def close(self) -> None:
         reducer.remove_hooks(self._ddp.reducer)
         # The C++ reducer holds the process group, whose threads must have ended before the interpreter does: let go of
         # it now, and not when the garbage collector comes to the cycle that a DistributedDataParallel is.
+        self.arm, self.check = (), lambda: None
         for name in ("reducer", "logger", "process_group"):
             setattr(self._ddp, name, None)
 

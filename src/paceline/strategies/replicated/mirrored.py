@@ -35,19 +35,18 @@ from torch import Tensor, nn
 from paceline.comm.collectives import buckets
 from paceline.comm.devices import copy_tensors, flatten, sum_on_first, unflatten
 from paceline.comm.endpoints import ReplicaStopped, ThreadEndpoint, thread_endpoints
-from paceline.comm.mesh import Mesh
 from paceline.comm.reducers import REDUCERS
 from paceline.comm.threads import ThreadTeam
 from paceline.comm.tree_sums import TreeSums
 from paceline.config import StrategySpec
 from paceline.errors import ModelError, SettingError, suggest
-from paceline.strategies.base import ClosureStrategy, Term, Work
-from paceline.strategies.gradient_store import GradientStore
-from paceline.strategies.kit.named_parameters import listed, load_replicated, parameter_names, replicated_state
-from paceline.strategies.kit.one_process import DEVICE, as_single
+from paceline.strategies.base import Term, Work
+from paceline.strategies.kit.named_parameters import listed, parameter_names
 from paceline.strategies.kit.optimizer_hooks import GeneratorStates, follow_groups, optimizer_like, step_between_hooks
-from paceline.strategies.replicated.local_devices import check_devices, check_shards, devices_of
-from paceline.strategies.replicated.replica_set import ReplicaSet, norms_of, on_device
+from paceline.strategies.replicated import replica_strategy
+from paceline.strategies.replicated.local_devices import check_devices
+from paceline.strategies.replicated.replica_set import norms_of, on_device
+from paceline.strategies.replicated.replica_strategy import ReplicaStrategy
 from paceline.torch_private.core import foreach_copy_, version_of
 from paceline.world import World
 
@@ -70,12 +69,15 @@ def check(size: int | None, *, devices: str, reduction: str, shards: int | None 
 
 
 def alone(spec: StrategySpec, device: torch.device, *, devices: str) -> tuple[StrategySpec, str]:
-    return as_single("mirrored", DEVICE) if len(devices_of("mirrored", devices, device)) == 1 else (spec, "")
+    return replica_strategy.alone("mirrored", spec, device, devices)
 
 
-class Mirrored(ClosureStrategy):
+class Mirrored(ReplicaStrategy):
     """devices: such as "cuda:0,cuda:1" or "cpu,cpu"; all accelerators of this machine if not given. reduction: native,
     ring, hierarchical or reduce_to_one."""
+
+    name = "mirrored"
+    keep_weights = True
 
     def __init__(
         self,
@@ -86,18 +88,12 @@ class Mirrored(ClosureStrategy):
         devices: str = "",
         reduction: str = "native",
     ) -> None:
-        shards = None if sums is None else sums.shards
-        check(world.size, devices=devices, reduction=reduction, shards=shards)
-        self.devices = devices_of("mirrored", devices, device)
-        check_shards("mirrored", self.devices, shards)
-        self._replicas = ReplicaSet(self.devices, keep_weights=True, sums=sums)
-        self.device, self.plan = device, self._replicas.plan
-        self.mesh = Mesh(device, world.rank)
-        self.store = GradientStore(replicas=self._replicas.copies, sums=sums)
-        self._mirrored = self._replicas.owners
+        check(world.size, devices=devices, reduction=reduction, shards=None if sums is None else sums.shards)
+        super().__init__(world, device, sums, devices=devices)
+        self._mirrored = self.replicas.owners
         self._reduction = reduction
         # The replicas' team takes turns, in which a reducer's exchanges would wait for ever.
-        self._team = ThreadTeam(len(self.devices)) if reduction != "native" else self._replicas.team
+        self._team = ThreadTeam(len(self.devices)) if reduction != "native" else self.replicas.team
         self._mirrors: dict[torch.optim.Optimizer, list[_Mirror]] = {}
         self._hooks: list[Any] = []
         self._equal = _EqualGradients()
@@ -107,32 +103,31 @@ class Mirrored(ClosureStrategy):
         for optimizer in optimizers:
             if optimizer not in self.optimizers:  # a state that the script itself loads is mirrored anew
                 self._hooks.append(optimizer.register_load_state_dict_post_hook(self._forget))
-        self.models, self.optimizers = list(models), list(optimizers)
-        self._replicas.setup(models)
+        super().setup(models, optimizers)
         self._drift.names = parameter_names(models)
 
     def _forget(self, optimizer: torch.optim.Optimizer) -> None:
         self._mirrors.pop(optimizer, None)
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
-        if self._replicas.ended:
+        if self.replicas.ended:
             self._equal.send_changes(self._mirrored)
-        if self._replicas.follow(work.call):
+        if self.replicas.follow(work.call):
             self._drift.check(self._mirrored)
-        terms = self._replicas.forward_backward(work, self._all_reduce)
+        terms = self.replicas.forward_backward(work, self.combine)
         if work.final and self.store.sums is None:
-            self._equal.note(self._replicas.copies[0])
+            self._equal.note(self.replicas.copies[0])
         elif work.final:
-            self._equal.note_none(self._replicas.copies[0])
+            self._equal.note_none(self.replicas.copies[0])
         return terms
 
     # --- phase 2
 
     @torch.no_grad()
-    def _all_reduce(self) -> None:
+    def combine(self) -> None:
         dense = []
-        for p in self._replicas.copies[0]:
-            everywhere = [p, *(copies[p] for copies in self._replicas.copies)]
+        for p in self.replicas.copies[0]:
+            everywhere = [p, *(copies[p] for copies in self.replicas.copies)]
             graded = [q.grad for q in everywhere if q.grad is not None]
             if any(grad.is_sparse for grad in graded):
                 _add_up(everywhere)
@@ -162,18 +157,18 @@ class Mirrored(ClosureStrategy):
     # --- phase 3
 
     def finish(self) -> None:
-        self._replicas.average_statistics()
+        super().finish()
         self._equal.send_changes(self._mirrored)
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self._replicas.copies[0]]
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self.replicas.copies[0]]
         self._equal.note(parameters)  # clipped by now, on all replicas
         step_between_hooks(optimizer, partial(self._update, optimizer, parameters))
         self._equal.forget(parameters)
 
     def _update(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor], *args: Any, **kwargs: Any) -> None:
         self._equal.send_changes(self._mirrored)
-        self._replicas.send_written()
+        self.replicas.send_written()
         mirrors = self._mirrors_of(optimizer)
         before = GeneratorStates(self.devices[0])
         optimizer.step(*args, **kwargs)
@@ -183,7 +178,7 @@ class Mirrored(ClosureStrategy):
             with on_device(mirror.device):
                 mirror.optimizer.step(*args, **kwargs)
         after.restore_on(self.devices[0])
-        self._replicas.note_equal(parameters)
+        self.replicas.note_equal(parameters)
 
     def _mirrors_of(self, optimizer: torch.optim.Optimizer) -> list[_Mirror]:
         """The optimizers of the further replicas, with the options that the script's has now."""
@@ -200,19 +195,19 @@ class Mirrored(ClosureStrategy):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        self._replicas.send_written()
+        self.replicas.send_written()
         self._drift.check(self._mirrored, now=True)
-        return replicated_state(self.models, self.optimizers)
+        return super().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        load_replicated(self.models, self.optimizers, state)
+        super().load_state_dict(state)
         self._mirrors.clear()
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._team.close()
-        self._replicas.close()
+        super().close()
         self._mirrors, self._hooks = {}, []
         self._equal, self._drift = _EqualGradients(), _DriftCheck()
 

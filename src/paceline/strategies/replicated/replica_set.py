@@ -41,6 +41,7 @@ from paceline.data.placement import move
 from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight, Work, as_gradient
 from paceline.strategies.kit.named_parameters import parameter_names
+from paceline.strategies.kit.outputs import mapped
 from paceline.strategies.replicated.buffer_guard import refuse_changes
 from paceline.strategies.replicated.copies import Record, copied, follow_flags
 from paceline.torch_private.core import foreach_div_, foreach_norm, version_of
@@ -235,15 +236,12 @@ class ReplicaSet:
 
     def _swapped(self, tree: Any, number: int) -> Any:
         """A tree of the user's models or parameters, with a replica's in their places."""
-        if number == 0 or tree is None:
+        if number == 0:
             return tree
-        if isinstance(tree, (tuple, list)):
-            return type(tree)(self._swapped(item, number) for item in tree)
-        if isinstance(tree, Mapping):
-            return {key: self._swapped(value, number) for key, value in tree.items()}
-        if isinstance(tree, Tensor):
-            return self.copies[number - 1].get(tree, tree)
-        return self._modules[number - 1].get(tree, tree) if isinstance(tree, nn.Module) else tree
+        modules, copies = self._modules[number - 1], self.copies[number - 1]
+        return mapped(
+            mapped(tree, nn.Module, lambda one: modules.get(one, one)), Tensor, lambda one: copies.get(one, one)
+        )
 
     @torch.no_grad()
     def gather(self) -> None:

@@ -1,7 +1,6 @@
-"""The tracer: it records the spans of one rank, from outside, and joins those of all ranks at the end.
+"""The tracer: it records the spans of one rank, and joins those of all ranks at the end.
 
-The tracer replaces some methods of a run and of its strategy, and the functions that wait for other processes
-(comm/waits.py). The run and the strategy know nothing of it; a run without `trace` has none.
+It observes a run with `trace`, and wraps the functions that wait for other processes (comm/waits.py).
 
 At each moment a rank is in one phase (span_file.Phase):
 
@@ -34,7 +33,8 @@ from paceline.comm.process_group import machine
 from paceline.comm.waits import WAITS
 from paceline.data.loader import Loader
 from paceline.errors import SettingError
-from paceline.run import Run
+from paceline.run import Run, RunParts
+from paceline.step.observer import StepObserver
 from paceline.strategies.base import ClosureStrategy
 from paceline.timeline.chrome_trace import cannot_write, first_rank, join_and_say, part_files, part_of
 from paceline.timeline.span_file import Phase, SpanWriter, has_ended
@@ -48,11 +48,14 @@ _BOTH, _COMMUNICATION = int(Phase.FORWARD_AND_BACKWARD), int(Phase.COMMUNICATION
 _UPDATE, _CHECKPOINT, _EVALUATION = int(Phase.UPDATE), int(Phase.CHECKPOINT), int(Phase.EVALUATION)
 
 
-class Tracer:
-    """Attached to a run when the run is made. Only the run calls it. Raises SettingError where there is no room."""
+class Tracer(StepObserver):
+    """Observes a run from its start. Raises SettingError where there is no room."""
 
-    def __init__(self, run: Run, file: str) -> None:
-        self._run, self._file = run, os.path.abspath(file)  # the script may change its directory
+    def __init__(self, run: Run, parts: RunParts, file: str) -> None:
+        self._run, self._parts = run, parts
+        self._closure_form = isinstance(parts.strategy, ClosureStrategy)
+        self._outer = _BETWEEN  # the phase to which the open backward or save returns
+        self._file = os.path.abspath(file)  # the script may change its directory
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._about: dict[str, Any] = {
             "rank": run.world.rank,
@@ -77,16 +80,6 @@ class Tracer:
         self._updated = False  # whether `run.step` has acted on the open step
         self._waited: WeakKeyDictionary[Loader, float] = WeakKeyDictionary()  # seconds at its last yield
         self._patches = contextlib.ExitStack()
-        self._replace(run, "_on_yield", self._on_yield)
-        self._replace(run, "_on_end", self._on_end)
-        self._replace(run, "step", self._step_of_run)
-        self._replace(run, "close", self._close)
-        self._replace(run._state, "save", self._in_phase(_CHECKPOINT))
-        strategy = run._strategy
-        if isinstance(strategy, ClosureStrategy):
-            self._replace(strategy, "forward_backward", self._in_phase(_BOTH))
-        else:
-            self._replace(strategy, "backward", self._backward)
         for owner, name in WAITS:
             self._replace(owner, name, self._waiting)
 
@@ -105,9 +98,9 @@ class Tracer:
         else:
             self._patches.callback(delattr, owner, name)
 
-    # --- in place of the methods
+    # --- what the run tells
 
-    def _on_yield(self, original: Callable[[Loader], None], loader: Loader) -> None:
+    def before_yield(self, loader: Loader) -> None:
         request = loader.current
         assert request is not None
         fetched = int(loader.fetched_at * 1e9)
@@ -128,48 +121,36 @@ class Tracer:
         elif self._phase != _EVALUATION:
             self._since = self._leave(began)
             self._phase = _EVALUATION
-        original(loader)
 
-    def _on_end(self, original: Callable[[Loader, bool], None], loader: Loader, whole: bool) -> None:
+    def before_end(self, loader: Loader, whole: bool) -> None:
         if not loader.train and self._phase == _EVALUATION:
             self._switch(_BETWEEN)
-        original(loader, whole)
 
-    def _backward(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        before = self._phase
-        if before == _BETWEEN:
+    def in_backward(self, begins: bool) -> None:
+        if not begins:
+            self._switch(self._outer)
+            return
+        if not self._closure_form and self._phase == _BETWEEN:
             for start, end in self._gaps:
                 self._write(_FORWARD, start, end)
             self._phase = _FORWARD
-        self._switch(_BACKWARD)
-        try:
-            return original(*args, **options)
-        finally:
-            self._switch(before)
+        self._outer = _BETWEEN if self._phase == _FORWARD else self._phase
+        self._switch(_BOTH if self._closure_form else _BACKWARD)
 
-    def _step_of_run(self, original: Callable[..., bool], *args: Any, **options: Any) -> bool:
+    def before_step(self) -> None:
         self._switch(_UPDATE)
-        acted = False
-        try:
-            acted = original(*args, **options)
-        finally:
-            if acted:
-                self._updated = True
-            else:  # a micro-batch that is not the last: nothing was updated
-                self._phase = _BETWEEN
-            self._switch(_BETWEEN)
-        return acted
 
-    def _in_phase(self, phase: int) -> Callable[..., Any]:
-        def method(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-            before = self._phase
-            self._switch(phase)
-            try:
-                return original(*args, **options)
-            finally:
-                self._switch(before)
+    def after_step(self, acted: bool) -> None:
+        if acted:
+            self._updated = True
+        else:  # a micro-batch that is not the last: nothing was updated
+            self._phase = _BETWEEN
+        self._switch(_BETWEEN)
 
-        return method
+    def in_save(self, begins: bool) -> None:
+        if begins:
+            self._outer = self._phase
+        self._switch(_CHECKPOINT if begins else self._outer)
 
     def _waiting(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         before = self._phase
@@ -212,28 +193,24 @@ class Tracer:
     def _describe(self) -> None:
         """Once, when training begins: what the strategy has set by then."""
         self._described = True
-        mesh, plan = self._run._strategy.mesh, self._run._strategy.plan
+        mesh, plan = self._parts.strategy.mesh, self._parts.strategy.plan
         self._about["in_step"] = plan.in_step and not mesh.independent
         self._about["alike"] = mesh.shards == self._run.world.size
         self._writer.describe(self._about)
 
     # --- the end
 
-    def _close(self, original: Callable[[], None]) -> None:
-        if self._run.closed or os.getpid() != self._pid:  # a process that the script has forked
-            original()
+    def after_close(self) -> None:
+        if os.getpid() != self._pid:  # a process that the script has forked
             return
-        try:
-            original()
-        finally:
-            self._leave(time.perf_counter_ns())
-            self._phase = _BETWEEN
-            self._patches.close()
-            self._writer.close()
-            if first_rank(self._file) == self._run.world.rank:
-                if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
-                    self._wait_for_others()
-                join_and_say(self._file, _say)
+        self._leave(time.perf_counter_ns())
+        self._phase = _BETWEEN
+        self._patches.close()
+        self._writer.close()
+        if first_rank(self._file) == self._run.world.rank:
+            if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
+                self._wait_for_others()
+            join_and_say(self._file, _say)
 
     def _wait_for_others(self) -> None:
         """Until all have closed their runs, for a moment: what a rank has recorded so far is there anyway."""

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.data.noise import Noise
+from paceline.observe.digests import digest
 from paceline.run import Run
 from paceline.step.loss import Total
 from paceline.torch_private.core import backward_hooks
-from paceline.verify.worker.record_files import digest
 from paceline.verify.worker.rng_draws import RandomDraws
 
 
@@ -43,21 +44,12 @@ class BackwardWatch:
     now: the record of the current step (record_files.py), or None.
     """
 
-    def __init__(self, run: Run, now: Callable[[], dict[str, Any] | None]) -> None:
+    def __init__(self, run: Run, noise: Noise | None, now: Callable[[], dict[str, Any] | None]) -> None:
         self._run, self._now = run, now
-        self.draws = RandomDraws(run.device, run._noise)
+        self.draws = RandomDraws(run.device, noise)
         self._accumulated = AccumulatedGradients()
         # Whether the script has asked all processes for something since the yield or the update.
         self.asked_all_ranks = False
-
-    def watch_request(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """In the place of a method with which a script asks all processes for something."""
-
-        def asked(*values: Any, **named: Any) -> Any:
-            self.asked_all_ranks = True
-            return method(*values, **named)
-
-        return asked
 
     def note_draws(self, draws: RandomDraws | None = None) -> None:
         """Note whether random numbers were drawn."""

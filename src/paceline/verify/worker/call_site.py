@@ -1,36 +1,14 @@
-"""Which line of the user's script is being run."""
+"""Which line of the user's script is being run, and whether Paceline or verify's own recording stands above it."""
 
 from __future__ import annotations
 
 import os
-import sys
-import sysconfig
-from functools import lru_cache
-from pathlib import Path
-from types import FrameType
 
-import torch
+from paceline.observe.script_stack import Owner, Place, anywhere
 
-_PACELINE = str(Path(__file__).resolve().parents[2]) + os.sep
-_LIBRARIES = tuple(
-    {os.path.realpath(sysconfig.get_paths()[key]) + os.sep for key in ("stdlib", "platstdlib", "purelib", "platlib")}
-    | {os.path.dirname(os.path.dirname(os.path.abspath(torch.__file__))) + os.sep}
-)
-_WORKER_FOLDER = os.path.join("", "verify", "worker", "")
+_OBSERVERS = tuple(os.path.join("", *folder, "") for folder in (("verify", "worker"), ("observe",)))
 # What these modules of the folder compute is not the script's.
 _RECORDING_MODULES = {"recorder.py", "record_files.py", "backward_watch.py", "rng_draws.py", "collate_recorder.py"}
-
-Place = tuple[str, int]
-"""(file, line), from 1."""
-
-
-@lru_cache(maxsize=4096)
-def owner_of_code(file: str) -> str:
-    """Whose file this is: "own" (the user's), "paceline" or "library"."""
-    path = os.path.realpath(file)
-    if path.startswith(_PACELINE):  # which may be installed among the libraries
-        return "paceline"
-    return "library" if file.startswith("<") or path.startswith(_LIBRARIES) or "site-packages" in path else "own"
 
 
 def call_site(from_recorder: bool = False) -> tuple[Place | None, bool]:
@@ -41,16 +19,12 @@ def call_site(from_recorder: bool = False) -> tuple[Place | None, bool]:
     from_recorder: the recorder itself asks, for the line that has called it.
     """
     inside_paceline = False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        kind = owner_of_code(frame.f_code.co_filename)
-        if kind == "own":
-            return (frame.f_code.co_filename, frame.f_lineno), inside_paceline
-        if kind == "paceline":
-            name = os.path.basename(frame.f_code.co_filename)
-            if _WORKER_FOLDER not in frame.f_code.co_filename:
-                inside_paceline = True
-            elif not inside_paceline and not from_recorder and name in _RECORDING_MODULES:
-                return None, True
-        frame = frame.f_back
+    for frame in anywhere.frames(Owner.SCRIPT, Owner.PACELINE):
+        file = frame.f_code.co_filename
+        if anywhere.owns(file):
+            return (file, frame.f_lineno), inside_paceline
+        if not any(folder in file for folder in _OBSERVERS):
+            inside_paceline = True
+        elif not inside_paceline and not from_recorder and os.path.basename(file) in _RECORDING_MODULES:
+            return None, True
     return None, inside_paceline

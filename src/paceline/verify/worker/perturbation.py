@@ -1,13 +1,51 @@
-"""Rounding moved on purpose, so that its size can be measured: weights by their last bit, losses by a factor in the
-backward.
+"""What is changed of a run so that it can be compared: dropout that drops nothing; weights moved by their last bit, so
+that the size of rounding can be measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.observe.patching import Patches
+
+_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+
+
+def dropout_off(patches: Patches) -> None:
+    """Let the dropouts of torch.nn and torch.nn.functional return their input.
+
+    They call torch's own functions with training=False. Modules look the functions up at each call.
+    """
+    for name in _DROPOUTS:
+        patches.replace(F, name, _without_dropout(getattr(F, name)))
+    attention = F.scaled_dot_product_attention
+
+    def attention_without_dropout(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, *rest: Any, **k: Any
+    ) -> Any:
+        return attention(query, key, value, attn_mask, 0.0, *rest, **k)
+
+    patches.replace(F, "scaled_dot_product_attention", attention_without_dropout)
+
+
+def _without_dropout(function: Any) -> Any:
+    def dropout(input: Tensor, *args: Any, **options: Any) -> Any:
+        options = {key: value for key, value in options.items() if key not in ("training", "p")}
+        return function(input, 0.5, False, *args[2:], **options)
+
+    return dropout
+
+
+def recurrent_dropout_off(model: nn.Module) -> None:
+    """Turn off the dropout of torch's recurrent layers, whose kernels draw by themselves."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            module.dropout = 0.0
 
 
 def nudge_weights(models: Sequence[dict[str, Any]], parameters: Collection[str], seed: int) -> None:
@@ -18,22 +56,3 @@ def nudge_weights(models: Sequence[dict[str, Any]], parameters: Collection[str],
             if (f"{number}/{name}" if number else name) in parameters and value.dtype in (torch.float32, torch.float64):
                 up = torch.rand(value.shape, generator=draw, dtype=value.dtype) < 0.5
                 state[name] = torch.nextafter(value, torch.where(up, torch.inf, -torch.inf).to(value.dtype))
-
-
-class ScaledPrecision:
-    """The precision of a run, with losses times 0.75 in the backward: this moves the place at which numbers are
-    rounded.
-
-    whether: called each time, since a hook on a gradient need not be linear.
-    """
-
-    def __init__(self, precision: Any, whether: Callable[[], bool]) -> None:
-        self._precision, self._whether = precision, whether
-
-    @property
-    def loss_scale(self) -> float:
-        scale: float = self._precision.loss_scale
-        return scale * 0.75 if self._whether() else scale
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._precision, name)

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 import torch
 
+from paceline.observe.patching import Patches
+from paceline.observe.script_stack import Owner, Place, anywhere
 from paceline.run import Run
-from paceline.verify.worker.call_site import Place, owner_of_code
-from paceline.verify.worker.patches import Patches
 from paceline.world import World
 
+# Files that stand between a script and what it asks for.
+_BETWEEN = ("os.py", "_collections_abc.py", "distributed_c10d.py", os.path.basename(__file__))
 _ENVIRONMENT_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
 _WORLD_OF_ONE: dict[str, Any] = {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1, "node": 0, "nodes": 1}
 
 
 def _script_call_site() -> Place | None:
     """The line of the user's script that asks. None where a library asks for itself."""
-    frame: FrameType | None = sys._getframe(2)
-    own = (os.__file__, __file__)
-    while frame is not None and (
-        frame.f_code.co_filename in own
-        or frame.f_code.co_filename.startswith("<")
-        or os.path.basename(frame.f_code.co_filename) in ("_collections_abc.py", "distributed_c10d.py")
-    ):
-        frame = frame.f_back
-    if frame is None or owner_of_code(frame.f_code.co_filename) != "own":
-        return None
-    return frame.f_code.co_filename, frame.f_lineno
+    files = ((f.f_code.co_filename, f.f_lineno) for f in anywhere.frames(*Owner))
+    asks = (at for at in files if not at[0].startswith("<") and os.path.basename(at[0]) not in _BETWEEN)
+    at = next(asks, None)
+    return at if at is not None and anywhere.owns(at[0]) else None
 
 
 class RankQueries:

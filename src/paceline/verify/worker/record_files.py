@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from paceline import plain_state
 from paceline.errors import LaunchError
-from paceline.run import Run
+from paceline.observe.digests import digest
+from paceline.run import Run, RunParts
 from paceline.step.backends import allows_tf32
 from paceline.torch_private.core import BatchNormBase
 
@@ -151,19 +150,19 @@ def keep_own_options(own: Mapping[str, Any], given: dict[str, Any]) -> None:
         ]
 
 
-def rank_record(run: Run, replicated: bool) -> dict[str, Any]:
+def rank_record(run: Run, parts: RunParts, replicated: bool) -> dict[str, Any]:
     """What a rank's record says beside its steps.
 
     replicated: each rank holds a whole model.
     """
-    plan, spec = run._strategy.plan, run.settings.strategy
+    plan, spec = parts.strategy.plan, run.settings.strategy
     options = {} if spec is None else spec.options
-    known = dict.fromkeys(run._stepper.names.values())
+    known = dict.fromkeys(parts.names.values())
     now: dict[str, nn.Parameter] = {}
     tied: dict[str, nn.Parameter] = {}
     norms: list[str] = []
     dtypes: dict[str, str] = {}
-    for number, model in enumerate(run._models):
+    for number, model in enumerate(parts.models):
         prefix = f"{number}/" if number else ""
         now |= {prefix + name: p for name, p in model.named_parameters()}
         tied |= {prefix + name: p for name, p in model.named_parameters(remove_duplicate=False)}
@@ -180,7 +179,7 @@ def rank_record(run: Run, replicated: bool) -> dict[str, Any]:
         "precision": run.settings.precision,
         "tf32": allows_tf32(run.device),  # whether float32 products may have 10 bits of mantissa
         "shards": plan.shards if plan.in_step else 1,  # of a global batch
-        "local": run._strategy.mesh.independent,  # whether replicas train apart
+        "local": parts.strategy.mesh.independent,  # whether replicas train apart
         "turns": plan.sequential,  # in which a process yields its shards one after the other; 0: at once
         "dealt": 0
         if plan.in_step
@@ -189,11 +188,3 @@ def rank_record(run: Run, replicated: bool) -> dict[str, Any]:
         "tied": [name for name in tied if name not in now],  # further names of shared parameters
         "late": [name for name in now if replicated and name not in known],  # added after run.prepare
     }
-
-
-def digest(*tensors: Tensor) -> str:
-    """A digest of the bits of these tensors."""
-    made = hashlib.sha1(usedforsecurity=False)
-    for tensor in tensors:
-        made.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return made.hexdigest()[:16]

@@ -1,7 +1,6 @@
 """The recorder: it keeps what each step of a run computes, and makes each step start from a given state.
 
-Like the probe of `paceline compare`, the recorder replaces some of a run's methods. A step is one global batch, from
-the first yield of a training loader to the last update that acts on it.
+A step is one global batch, from the first yield of a training loader to the last update that acts on it.
 
 1. A step begins. The run in question writes its whole state. Every other run loads that state, and so makes the same
    step again. A run of whole batches keeps its own options of the optimizer, such as the learning rate.
@@ -28,7 +27,7 @@ part-K-M      gradients so far when the yield begins, where one process computes
 initial, end  weights and buffers before the run loaded its first state; after the last step
 
 Other runs load `state` and `take`, which hold whole tensors. The other files are only compared. Their large tensors are
-sketches (sketches.py).
+sketches (observe/sketches.py).
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -48,18 +48,21 @@ from paceline.comm.mesh import replicas_here
 from paceline.data.loader import Loader
 from paceline.errors import ModelError, UsageError
 from paceline.monitor.window import LOSS, Window
-from paceline.run import Run
+from paceline.observe.digests import digest
+from paceline.observe.patching import Patches
+from paceline.observe.script_stack import Place
+from paceline.observe.sketches import sketched
+from paceline.run import Run, RunParts
 from paceline.step.loss import terms_of
+from paceline.step.observer import StepObserver
 from paceline.torch_private.core import BatchNormBase, backward_hooks
 from paceline.trials.spec import TrialEnded, TrialSpec
 from paceline.verify.worker.backward_watch import BackwardWatch, leaves_outside, watch_hooks, zeroed
-from paceline.verify.worker.call_site import Place, call_site
+from paceline.verify.worker.call_site import call_site
 from paceline.verify.worker.collate_recorder import CollateRecorder
-from paceline.verify.worker.patches import Patches, dropout_off, recurrent_dropout_off
-from paceline.verify.worker.perturbation import ScaledPrecision, nudge_weights
+from paceline.verify.worker.perturbation import dropout_off, nudge_weights, recurrent_dropout_off
 from paceline.verify.worker.rank_queries import RankQueries
 from paceline.verify.worker.record_files import (
-    digest,
     has_room,
     keep_own_options,
     load_gradients,
@@ -74,24 +77,25 @@ from paceline.verify.worker.record_files import (
 )
 from paceline.verify.worker.rng_draws import RandomDraws
 from paceline.verify.worker.script_tracer import BACKWARD_HOOKS, ScriptTracer
-from paceline.verify.worker.sketches import sketched
 
 DIFFERENT_TENSORS = "do not hold the same tensors"  # of the error on all ranks where a tensor is missing on some
 
 
-class Recorder:
-    """Attached to a run when the run is made."""
+class Recorder(StepObserver):
+    """Observes a run from its start."""
 
-    def __init__(self, run: Run, spec: TrialSpec) -> None:
+    def __init__(self, run: Run, parts: RunParts, spec: TrialSpec) -> None:
         assert spec.reference is not None
-        self._run, self._spec, self._reference_folder = run, spec, spec.reference
+        self._run, self._parts, self._spec, self._reference_folder = run, parts, spec, spec.reference
         self._world = run.world  # the real one, whatever the script is told
         self._steps: list[dict[str, Any]] = []  # the records of the steps that are complete
         self._current: dict[str, Any] | None = None  # the record of the step that is being made
         self._window = Window(run.device)  # the losses of that step
-        self._watch = BackwardWatch(run, lambda: self._current)
+        self._watch = BackwardWatch(run, parts.noise, lambda: self._current)
         self._changing_hooks: set[str] = set()  # the names of parameters with a hook that changes gradients
         self._collate_recorders: dict[Loader, CollateRecorder] = {}
+        self._installed: CollateRecorder | None = None  # in the options of the loader that is being made
+        self._loop_form = True  # of the open backward call
         self._disk_full = False  # the disk has no room for another step
         self._hooks_gradients = False  # whether the script has put a hook on a gradient
         self._outside_leaves: list[Tensor] = []  # tensors with gradients that are in no model
@@ -103,50 +107,27 @@ class Recorder:
         self._path = os.path.join(spec.directory, f"rank-{run.world.rank}.json")
         if os.path.exists(self._path):  # the script has made an earlier run, which is recorded
             raise TrialEnded(0)
-        plan = run._strategy.plan
+        plan = parts.strategy.plan
         if spec.rotated_shards:
-            run._strategy.plan = plan = plan.shifted()
+            parts.strategy.plan = plan = plan.shifted()
         # Whether each rank holds a whole model. Leaves outside the models are noted where each yield is one piece, too.
         self._replicated = not plan.whole_shards
         self._notes_leaves = not plan.bundled
         self._layer_names: dict[nn.Module, str] = {}  # the layers whose calls are noted
         self._call_hook: Any = None  # the handle of the hook that notes these calls
-        run._stepper.losses = []
-        own: dict[str, Callable[..., Any]] = {
-            "prepare": self._prepare,
-            "loader": self._loader,
-            "_on_yield": self._on_yield,
-            "_on_end": self._on_end,
-            "forward_backward": self._forward_backward,
-            "backward": self._backward,
-            "step": self._step,
-            **{name: self._watch.watch_request(getattr(run, name)) for name in ("gather", "sum", "mean", "ratio")},
-            "save": lambda directory, **_: Path(directory) / f"step-{self._run.steps:08d}",
-            "restore": lambda *_, **__: False,
-            "export": lambda *_, **__: None,
-            "_predict_to": lambda target, *_: target.folder,
-            "add_tracker": lambda *_, **__: None,
-            "close": self._close,
-        }
-        self._originals: dict[str, Callable[..., Any]] = {name: getattr(run, name) for name in own}
-        for name, method in own.items():
-            setattr(run, name, method)
-        self._original_update, self._original_evaluated = run._stepper._update, run._stepper.check_evaluation
-        run._stepper._update = self._apply_update  # type: ignore[method-assign]
-        run._stepper.check_evaluation = self._closure_evaluated  # type: ignore[method-assign]
+        parts.stepper.losses = []
         self._patches = Patches()
         # With noise="example" every run draws alike, and dropout may stay.
-        self._dropout_off = spec.dropout_off and run._noise is None
+        self._dropout_off = spec.dropout_off and parts.noise is None
         if self._dropout_off:
             dropout_off(self._patches)
         self._tracer: ScriptTracer | None = None
         if spec.trace_from is not None:
             path = os.path.join(spec.directory, f"lines-{run.world.rank}.json")
-            self._tracer = ScriptTracer(run, path, spec.trace_from, self._patches)
+            self._tracer = ScriptTracer(parts, path, spec.trace_from, self._patches)
         if spec.told_alone or spec.trace_from is not None:
             RankQueries(run, spec.told_alone, self._note_rank_query, self._patches)
         if spec.perturbed:
-            run._stepper.precision = ScaledPrecision(run._stepper.precision, self._may_scale_loss)  # type: ignore[assignment]
             for owner, name in BACKWARD_HOOKS:
                 self._patches.replace(owner, name, self._watch_hook_registration(getattr(owner, name)))
 
@@ -154,14 +135,15 @@ class Recorder:
         if self._tracer is not None:
             self._tracer.record_rank_query(at)
 
-    # --- in place of the run's methods
+    # --- what the run tells
 
-    def _prepare(self, *objects: Any) -> Any:
+    def before_prepare(self, objects: tuple[Any, ...]) -> None:
         if self._tracer is not None:  # before prepare moves tensors: earlier writes went to these addresses
             models = [thing for thing in objects if isinstance(thing, nn.Module)]
-            self._tracer.register_models(models, len(self._run._models))
-        made = self._originals["prepare"](*objects)
-        for number, model in enumerate(self._run._models):
+            self._tracer.register_models(models, len(self._parts.models))
+
+    def after_prepare(self) -> None:
+        for number, model in enumerate(self._parts.models):
             if self._dropout_off:
                 recurrent_dropout_off(model)
             compiled = self._run.settings.compile  # whose graphs hooks would break
@@ -173,7 +155,6 @@ class Recorder:
             self._call_hook = register_module_forward_pre_hook(self._note_layer_call)
         if self._tracer is not None:
             self._tracer.accept_options()
-        return made
 
     def _watch_hook_registration(self, original: Any) -> Any:
         """In the place of register_hook, of a tensor or of a module's backward. Hooks that Paceline or the recorder
@@ -189,7 +170,7 @@ class Recorder:
     def _may_scale_loss(self) -> bool:
         """Whether the loss may be scaled in the backward. It may not where something else would see that: a hook of the
         script that bounds a gradient by its norm, or a tensor beside the model."""
-        hooked = self._hooks_gradients or any(backward_hooks(parameter) for parameter in self._run._stepper.names)
+        hooked = self._hooks_gradients or any(backward_hooks(parameter) for parameter in self._parts.names)
         seen = bool(self._outside_leaves) or hooked
         if self._current is not None:
             self._current["scaled"] = not seen
@@ -205,25 +186,26 @@ class Recorder:
             self._current["modules"].append(name)
         self._used_batch_norm |= isinstance(module, BatchNormBase) and module.training
 
-    def _loader(self, dataset: Any, **options: Any) -> Loader:
-        if not options.get("train", True):
-            loader: Loader = self._originals["loader"](dataset, **options)
-            return loader
+    def before_loader(self, dataset: Any, options: dict[str, Any]) -> None:
+        if not options["train"]:
+            return
         if self._spec.whole_batches:
             options["micro_batch"] = None
         if self._tracer is not None:
             self._tracer.record_loader(dataset, options)
-        collate_recorder = CollateRecorder.install(options)
-        loader = self._originals["loader"](dataset, **options)
-        self._collate_recorders[loader] = collate_recorder
-        loader.streams.backwards = self._spec.reversed_batches
-        loader._source.probing = False  # a difference of the ranks' data is a finding, and must not end the run here
-        return loader
+        self._installed = CollateRecorder.install(options)
 
-    def _on_yield(self, loader: Loader) -> None:
+    def after_loader(self, loader: Loader) -> None:
+        if self._installed is None:
+            return
+        self._collate_recorders[loader], self._installed = self._installed, None
+        loader.streams.backwards = self._spec.reversed_batches
+        loader.probing = False  # a difference of the ranks' data is a finding, and must not end the run here
+
+    def before_yield(self, loader: Loader) -> None:
         request = loader.current
         assert request is not None
-        turns = self._run._strategy.plan.sequential
+        turns = self._parts.strategy.plan.sequential
         if loader.train and request.micro == 0:
             self._detect_manual_update()
         if loader.train and request.micro == 0 and (self._current is None or self._current["updates"]):
@@ -234,10 +216,12 @@ class Recorder:
             for buffer, value in self._buffers_at_start if request.micro * turns % request.micros == 0 else ():
                 buffer.copy_(value)  # each of several processes would begin with these values
         self._watch.asked_all_ranks = False
-        self._originals["_on_yield"](loader)
-        current = self._current
+
+    def after_yield(self, loader: Loader) -> None:
+        request, current = loader.current, self._current
         if not loader.train or current is None:
             return
+        assert request is not None
         current["yields"] += 1
         if self._tracer is not None:
             self._tracer.begin_yield(request.examples)
@@ -249,23 +233,26 @@ class Recorder:
                 current["data"].append([loader.name, part.shard, part.micro, digests])
         keys = [loader.streams.torch_key(request, part.shard, part.micro) for part in request.parts]
         # Where a yield has several pieces, the strategy seeds each piece anew.
-        self._watch.draws.remember(*(keys if self._run._strategy.plan.bundled else []))
+        self._watch.draws.remember(*(keys if self._parts.strategy.plan.bundled else []))
 
-    def _on_end(self, loader: Loader, whole: bool) -> None:
+    def before_end(self, loader: Loader, whole: bool) -> None:
         if loader.train and whole:
             self._detect_manual_update()
-        self._originals["_on_end"](loader, whole)
 
     def _detect_manual_update(self) -> None:
         """The script may have updated the weights itself, and cleared the gradients, since its last backward."""
-        current, found = self._current, 0 if self._run._optimizers else self._run._stepper.count_manual_updates()
+        current, ownership = self._current, self._parts.stepper.ownership
+        found = 0 if self._parts.optimizers else ownership.count_manual_updates()
         if current is not None and found > self._manual_updates:
             self._record_update(current)
         self._manual_updates = found
 
-    def _forward_backward(self, loss_fn: Callable[[Any, Any], Any], *args: Any, **options: Any) -> Tensor:
+    def closure(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        if self._parts.strategy.plan.whole_shards:  # the closure does not run as a whole
+            return loss_fn
+
         def seen(model: Any, batch: Any) -> Any:
-            draws = RandomDraws(self._run.device, self._run._noise)  # of this replica, which may run in a thread
+            draws = RandomDraws(self._run.device, self._parts.noise)  # of this replica, which may run in a thread
             draws.remember()
             loss = loss_fn(model, batch)
             self._watch.note_draws(draws)
@@ -273,42 +260,40 @@ class Recorder:
                 self._note_outside_leaves([term.value for term in terms_of(loss)])
             if self._tracer is not None:
                 self._tracer.begin_backward([term.value for term in terms_of(loss)])
-            mine = self._run._strategy.plan.mine
+            mine = self._parts.strategy.plan.mine
             shard = replicas_here().rank if len(mine) > 1 else mine[0]
             return zeroed(loss) if self._is_zeroed(shard) else loss
 
-        together = self._run._strategy.plan.whole_shards  # the closure does not run as a whole
-        self._watch.before_backward(self._gradients)
-        made: Tensor = self._originals["forward_backward"](loss_fn if together else seen, *args, **options)
-        if together:
-            self._watch.note_draws()
-        if self._tracer is not None:
-            self._tracer.end_backward()
-        self._watch.after_backward(self._gradients if self._notes_leaves else dict)
-        self._keep_gradients_without_optimizer()
-        return made
+        return seen
 
-    def _backward(self, loss: Tensor | None = None, **options: Any) -> None:
-        roots = [root for root in (loss, options.get("total")) if isinstance(root, Tensor)]
-        if self._notes_leaves:
-            self._note_outside_leaves(roots)
-        if self._is_zeroed(*self._run._strategy.plan.mine):
-            loss = None if loss is None else zeroed(loss)
-            options |= {"total": zeroed(options["total"])} if options.get("total") is not None else {}
+    def before_backward(self, losses: tuple[Tensor, ...]) -> float:
+        self._loop_form = bool(losses)
+        if self._loop_form and self._notes_leaves:
+            self._note_outside_leaves(losses)
         self._watch.before_backward(self._gradients)
-        if self._tracer is not None:
-            self._tracer.begin_backward(roots)
-        self._originals["backward"](loss, **options)
+        if self._loop_form and self._tracer is not None:
+            self._tracer.begin_backward(list(losses))
+        return 0 if self._loop_form and self._is_zeroed(*self._parts.strategy.plan.mine) else 1
+
+    def scale(self) -> float:
+        """A perturbed run computes the backward of 0.75 x the loss, which moves where numbers are rounded."""
+        return 0.75 if self._spec.perturbed and self._may_scale_loss() else 1
+
+    def after_backward(self) -> None:
         if self._tracer is not None:
             self._tracer.end_backward()
-        self._watch.note_draws()
+        if self._loop_form or self._parts.strategy.plan.whole_shards:
+            self._watch.note_draws()
         self._watch.after_backward(self._gradients if self._notes_leaves else dict)
         self._keep_gradients_without_optimizer()
+
+    def on_request(self) -> None:
+        self._watch.asked_all_ranks = True
 
     def _keep_gradients_without_optimizer(self) -> None:
         """Without an optimizer nothing tells when the script uses the gradients: they are kept after each backward."""
         current, latest = self._current, self._run.latest
-        if current is None or self._run._optimizers or self._run._strategy.mesh.independent:
+        if current is None or self._parts.optimizers or self._parts.strategy.mesh.independent:
             return
         if latest is not None and latest.current is not None and latest.current.final:
             self._keep_gradients(current)
@@ -322,7 +307,7 @@ class Recorder:
     def _note_outside_leaves(self, roots: Sequence[Tensor]) -> None:
         """Note tensors with gradients that are in no model and stay from step to step. (An input is another tensor at
         each step.)"""
-        names = self._run._stepper.names
+        names = self._parts.names
         if self._current is None or dtensor.any_sharded(names):
             return
         found = leaves_outside(roots, names)
@@ -330,17 +315,15 @@ class Recorder:
         self._current["strangers"] |= {f"{i}, of shape {tuple(x.shape)}": digest(x) for i, x in enumerate(stay)}
         self._outside_leaves = found
 
-    def _step(self, *args: Any, **options: Any) -> bool:
-        acted: bool = self._originals["step"](*args, **options)
+    def after_step(self, acted: bool) -> None:
         self._evaluations = 0
         if acted and self._current is not None:
             self._record_update(self._current)
-        return acted
 
     def _record_update(self, current: dict[str, Any]) -> None:
         """Record an update that was made: the losses that led to it, and what it has made of weights and buffers."""
         self._collect_losses(current)
-        if not self._run._strategy.mesh.independent:
+        if not self._parts.strategy.mesh.independent:
             state = self._state()
             if self._world.rank == 0 and state is not None:
                 self._write(f"after-{len(self._steps)}-{current['updates']}", named_tensors(state["models"]))
@@ -353,7 +336,7 @@ class Recorder:
 
     def _collect_losses(self, current: dict[str, Any]) -> None:
         """Take the losses of the stepper into the record of the step."""
-        losses = self._run._stepper.losses
+        losses = self._parts.stepper.losses
         if losses:
             self._window.add_losses(losses)
             for call, value, count, request, _, _, term in losses:
@@ -362,8 +345,7 @@ class Recorder:
                     current["apart"].append([request.parts[0].shard, request.parts[0].micro, call, term, float(value)])
             losses.clear()
 
-    def _apply_update(self, optimizer: Any, parameters: list[Tensor], max_grad_norm: float | None) -> bool:
-        """In place of the stepper's update of an optimizer."""
+    def before_update(self, optimizer: torch.optim.Optimizer, places: list[Tensor]) -> list[Tensor]:
         current = self._current
         if current is not None:
             self._keep_optimizer_options(current, optimizer)
@@ -373,16 +355,13 @@ class Recorder:
                 ]
             self._keep_gradients(current)
             if not self._spec.in_question and self._world.size == 1 and not self._trains_apart():
-                parameters = self._load_reference_gradients(optimizer, current["updates"])
-        return self._original_update(optimizer, parameters, max_grad_norm)
+                return self._load_reference_gradients(optimizer, current["updates"])
+        return places
 
-    def _closure_evaluated(self, optimizer: Any) -> None:
-        """An optimizer that is given a closure has evaluated it.
-
-        The first evaluation is at the weights that the step started from. Later ones are at weights that follow from
+    def after_evaluation(self, optimizer: torch.optim.Optimizer) -> None:
+        """The first evaluation is at the weights that the step started from. Later ones are at weights that follow from
         the run's own gradients, and so is the update.
         """
-        self._original_evaluated(optimizer)
         current, self._evaluations = self._current, self._evaluations + 1
         if current is not None and self._evaluations == 1:
             self._keep_optimizer_options(current, optimizer)
@@ -414,24 +393,23 @@ class Recorder:
             found = {}  # the run in question has made no update of them
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for p in parameters if found else ():
-            given = found.get(self._run._stepper.names[p])
+            given = found.get(self._parts.names[p])
             p.grad = None if given is None else given.to(p.device, p.dtype if p.grad is None else p.grad.dtype)
         return [p for p in parameters if p.grad is not None]
 
-    def _close(self) -> None:
+    def before_close(self) -> None:
         with contextlib.suppress(OSError):
             self._write_record()
         if self._call_hook is not None:
             self._call_hook.remove()
         self._patches.undo()
-        self._originals["close"]()
 
     # --- steps
 
     def _begin_step(self, epoch: int, number: int) -> None:
         """Complete the step before, and begin this one from its given state."""
         self._complete_step()
-        strategy, step = self._run._strategy, len(self._steps)
+        strategy, step = self._parts.strategy, len(self._steps)
         if not strategy.plan.in_step:
             self._end_trial()
         if step == self._spec.steps:
@@ -439,7 +417,7 @@ class Recorder:
                 self._keep_final_weights()
             self._end_trial()
         if self._replicated:
-            watch_hooks(self._run._stepper.names, self._changing_hooks)
+            watch_hooks(self._parts.names, self._changing_hooks)
         current = new_step_record(epoch, number)
         current["start"] = self._digests()
         last = self._steps[-1]["after"] if self._steps else None
@@ -448,12 +426,12 @@ class Recorder:
             state = self._state()
             if state is None:  # the ranks' states differ; this step's record says where, and on which ranks
                 if self._replicated:
-                    current["optimizer"] = optimizer_digests(self._run._optimizers, self._run._stepper.names)
+                    current["optimizer"] = optimizer_digests(self._parts.optimizers, self._parts.names)
                 self._steps.append(current)
                 self._end_trial()
             self._share_start_state(state, current["outside"])
         if strategy.plan.sequential:
-            buffers = [buffer for model in self._run._models for buffer in model.buffers()]
+            buffers = [buffer for model in self._parts.models for buffer in model.buffers()]
             self._buffers_at_start = [(buffer, buffer.clone()) for buffer in buffers]
         self._window = Window(self._run.device)
         self._current = current
@@ -473,7 +451,7 @@ class Recorder:
             if main:
                 save_state(state, path)
                 self._write(f"start-{step}", named_tensors(state["models"]))
-                if self._run._strategy.mesh.independent:
+                if self._parts.strategy.mesh.independent:
                     Path(self._reference_folder, "apart").touch()
             return
         own = named_tensors(state["models"])
@@ -486,8 +464,8 @@ class Recorder:
         if self._spec.whole_batches or self._spec.told_alone:
             keep_own_options(state, given)
         if self._spec.perturbed:
-            nudge_weights(given["models"], set(self._run._stepper.names.values()), seed=step)
-        self._run._strategy.load_state_dict(given)
+            nudge_weights(given["models"], set(self._parts.names.values()), seed=step)
+        self._parts.strategy.load_state_dict(given)
         if self._tracer is not None:
             self._tracer.accept_options()
 
@@ -509,7 +487,7 @@ class Recorder:
         """The whole state. None where the strategy refuses, on all ranks alike, because they hold different values or
         different tensors."""
         try:
-            return self._run._strategy.state_dict()
+            return self._parts.strategy.state_dict()
         except ModelError:
             return None
         except UsageError as error:
@@ -529,7 +507,7 @@ class Recorder:
     def _gradients(self) -> dict[str, Tensor]:
         """The gradients by name, whole. Collective where they are sharded."""
         found = {}
-        for parameter, name in self._run._stepper.names.items():
+        for parameter, name in self._parts.names.items():
             grad = self._gradient(parameter)
             if grad is not None:
                 found[name] = grad.full_tensor() if dtensor.is_sharded(grad) else grad  # type: ignore[attr-defined]
@@ -548,7 +526,7 @@ class Recorder:
         """Digests of this rank's weights and buffers, where it holds them whole."""
         if not self._replicated:
             return {}
-        values = named_tensors([model.state_dict() for model in self._run._models])
+        values = named_tensors([model.state_dict() for model in self._parts.models])
         return {name: digest(value) for name, value in values.items() if not dtensor.is_sharded(value)}
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], whole: bool = False) -> None:
@@ -565,13 +543,13 @@ class Recorder:
         unfinished = self._current["modules"] if self._current is not None and not self._current["updates"] else []
         self._complete_step()
         record = {
-            **rank_record(self._run, self._replicated),
+            **rank_record(self._run, self._parts, self._replicated),
             "rank": self._world.rank,
             "steps": self._steps,
             "unfinished": unfinished,
             "normalised": self._used_batch_norm,
             "hooked": sorted(self._changing_hooks),
-            "ahead": self._run._stepper._prefetched,
+            "ahead": self._parts.stepper.ownership.prefetched,
             "full": self._disk_full,
         }
         with open(self._path + ".part", "w") as file:

@@ -8,7 +8,7 @@ import torch
 
 from paceline.comm import generators
 from paceline.data.noise import Noise
-from paceline.verify.worker.record_files import digest
+from paceline.observe.digests import digest
 
 
 def generator_states(device: torch.device) -> tuple[list[str], str]:

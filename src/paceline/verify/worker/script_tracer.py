@@ -24,12 +24,11 @@ are alike, and in which example they differ.
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -38,13 +37,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.run import Run
-from paceline.verify.worker.call_site import Place, call_site, owner_of_code
-from paceline.verify.worker.patches import Patches
+from paceline.observe.digests import finite, projections
+from paceline.observe.patching import Patches
+from paceline.observe.records import RecordFile
+from paceline.observe.script_stack import Place, anywhere
+from paceline.run import RunParts
+from paceline.verify.worker.call_site import call_site
 
 _MAX_EVENTS = 60_000
 _MAX_EXTERNAL_ELEMENTS = 1 << 16  # an input that no op has made is recorded up to this size
-_MAX_ELEMENTS_READ = 1 << 20  # of a larger tensor, elements at equal distances are read
 _SEEDS: tuple[tuple[Any, str], ...] = (
     (torch, "manual_seed"), (torch, "seed"), (random, "seed"), (np.random, "seed"), (np.random, "default_rng"),
 )  # fmt: skip
@@ -65,8 +66,8 @@ class ScriptTracer:
         first: ops are recorded before the first step, and from this step on.
     """
 
-    def __init__(self, run: Run, path: str, first: int, patches: Patches) -> None:
-        self._run, self._path, self._first = run, path, first
+    def __init__(self, parts: RunParts, path: str, first: int, patches: Patches) -> None:
+        self._parts, self._path, self._first = parts, path, first
         self.events: list[dict[str, Any]] = []
         self._step, self._yield = -1, -1  # -1: before the first
         self._examples: int | None = None  # of this yield
@@ -78,7 +79,6 @@ class ScriptTracer:
         self._states: dict[str, tuple[int, ...]] = {}  # parameter -> the ids of what its optimizer keeps for it
         self._optimizers: list[Any] = []  # all that the script has made
         self._prepared_tensors: dict[int, str] = {}  # the addresses that tensors had before run.prepare -> their names
-        self._weights: dict[int, Tensor] = {}  # the number of columns -> the fixed weights of a scalar product
         self._last_lines: dict[int, int] = {}  # the id of a running frame of the user's -> the line that it is in
         self._mode = _Mode(self)
         self._watch_functions(patches)
@@ -131,10 +131,12 @@ class ScriptTracer:
             sys.settrace(None)
         for event in self.events:
             address = event.pop("address", None)
-            if event["kind"] == "write" and event.get("target") is None:
+            if event["k"] == "write" and event.get("target") is None:
                 event["target"] = self._prepared_tensors.get(address)
-        with open(self._path + ".part", "w") as file:
-            json.dump(self.events, file)
+        file = RecordFile(self._path + ".part")
+        for event in self.events:
+            file.write(event)
+        file.close()
         os.replace(self._path + ".part", self._path)
 
     # --- events
@@ -142,8 +144,7 @@ class ScriptTracer:
     def _record(self, kind: str, at: Place | None, name: str, **more: Any) -> int:
         """Add an event, if there is a line for it. Return the number of the last event."""
         if at is not None and len(self.events) < _MAX_EVENTS:
-            where = {"step": self._step, "yield": self._yield, "file": at[0], "line": at[1]}
-            self.events.append({"kind": kind, "name": name, **where, **more})
+            self.events.append({"k": kind, "at": at, "name": name, "step": self._step, "yield": self._yield, **more})
         return len(self.events) - 1
 
     def record_call(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -206,7 +207,7 @@ class ScriptTracer:
         known: dict[int, str] | None = None
         for tensor in targets:
             address = tensor.untyped_storage().data_ptr()
-            known = _tensors_by_address(self._run) if known is None else known
+            known = _tensors_by_address(self._parts) if known is None else known
             target = known.get(address)
             if target is None and self._step >= 0 and self._event_of(tensor) is not None:
                 continue  # an op of this yield has made it
@@ -215,7 +216,7 @@ class ScriptTracer:
     def _name_of(self, tensor: Any) -> str | None:
         if not isinstance(tensor, Tensor) or tensor.is_meta:
             return None
-        return _tensors_by_address(self._run).get(tensor.untyped_storage().data_ptr())
+        return _tensors_by_address(self._parts).get(tensor.untyped_storage().data_ptr())
 
     def _record_alias(self, made: Tensor, of: Tensor) -> None:
         """A tensor that shares the memory of another was made by the same event."""
@@ -235,7 +236,7 @@ class ScriptTracer:
         return {"shape": shape, "values": values, "size": tensor.numel()}
 
     def _digest(self, tensor: Tensor) -> list[float]:
-        return [self._projections(tensor.detach().reshape(1, -1))[0]] if tensor.numel() else []
+        return projections(tensor.detach().reshape(1, -1)) if tensor.numel() else []
 
     def _values(self, tensor: Tensor) -> tuple[str, list[float]]:
         """(shape, values).
@@ -247,67 +248,51 @@ class ScriptTracer:
         if type(tensor) is not Tensor and hasattr(tensor, "full_tensor"):
             return "none", []
         if not tensor.ndim:
-            return "scalar", [_json_number(tensor.item())]
+            return "scalar", [finite(tensor.item())]
         if not tensor.numel():
             return "none", []
-        if examples and examples > 1 and tensor.shape[0] % examples == 0:
-            return "rows", self._projections(tensor.reshape(examples, -1))
-        if examples and examples > 1 and tensor.ndim > 1 and tensor.shape[1] == examples:
-            return "rows", self._projections(tensor.transpose(0, 1).reshape(examples, -1))
-        if examples == 1:
-            return "rows", self._projections(tensor.reshape(1, -1))
-        return "all", self._projections(tensor.reshape(1, -1))
-
-    def _projections(self, rows: Tensor) -> list[float]:
-        """The scalar product of each row with fixed weights."""
-        if rows.is_complex():
-            rows = torch.view_as_real(rows).flatten(1)
-        rows = rows[:, :: max(1, rows.numel() // _MAX_ELEMENTS_READ)].to("cpu", torch.float64)
-        # A mask of infinities stands in rows of scores: one would hide all other numbers of its row.
-        rows = rows.nan_to_num(nan=math.nan, posinf=1.0, neginf=-1.0)
-        width = rows.shape[1]
-        if width not in self._weights:
-            self._weights[width] = torch.cos(torch.arange(width, dtype=torch.float64) * 2.399963) + 1.5
-        return [_json_number(value) for value in (rows @ self._weights[width]).tolist()]
+        if examples and tensor.shape[0] % examples == 0:
+            return "rows", projections(tensor.reshape(examples, -1))
+        if examples and tensor.ndim > 1 and tensor.shape[1] == examples:
+            return "rows", projections(tensor.transpose(0, 1).reshape(examples, -1))
+        return "all", projections(tensor.reshape(1, -1))
 
     # --- functions in the place of others
 
     def _watch_functions(self, patches: Patches) -> None:
         for owner, name in _SEEDS:
-            patches.replace(owner, name, self._watch_seeding(getattr(owner, name), name))
+            patches.around(owner, name, partial(self._around_seeding, name))
         for owner, name in _HOOKS:
-            patches.replace(owner, name, self._watch_hook_registration(getattr(owner, name), name))
+            patches.before(owner, name, partial(self._before_hook, name))
+        patches.after(torch.optim.Optimizer, "__init__", self._after_optimizer_init)
+        patches.after(nn.Module, "__setattr__", self._after_set_attribute)
         patches.replace(torch, "Generator", self._watched_generator(torch.Generator))
-        made, put = torch.optim.Optimizer.__init__, nn.Module.__setattr__
-        tracer = self
 
-        def init(optimizer: Any, *args: Any, **options: Any) -> None:
-            made(optimizer, *args, **options)
-            tracer._optimizers.append(optimizer)
-            tracer._record_changed_options(call_site()[0])
+    def _after_optimizer_init(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self._optimizers.append(optimizer)
+        self._record_changed_options(call_site()[0])
 
-        def set_attribute(module: nn.Module, name: str, value: Any) -> None:
-            put(module, name, value)
-            if isinstance(value, nn.Parameter) and tracer._prepared_tensors:
-                tracer._record("parameter", call_site()[0], name)
-            if isinstance(value, (bool, int, float, str)) and not name.startswith("_") and name != "training":
-                at, inside = call_site()
-                if not inside:
-                    tracer._record("set", at, f"{type(module).__name__}.{name}", values=[str(value)])
-
-        patches.replace(torch.optim.Optimizer, "__init__", init)
-        patches.replace(nn.Module, "__setattr__", set_attribute)
-
-    def _watch_seeding(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def seeded(*args: Any, **options: Any) -> Any:
+    def _after_set_attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        if isinstance(value, nn.Parameter) and self._prepared_tensors:
+            self._record("parameter", call_site()[0], name)
+        if isinstance(value, (bool, int, float, str)) and not name.startswith("_") and name != "training":
             at, inside = call_site()
-            made = function(*args, **options)
             if not inside:
-                given = [str(one) for one in (*args, *options.values()) if isinstance(one, (int, float, str))]
-                self._record("seed", at, name, values=given)
-            return made
+                self._record("set", at, f"{type(module).__name__}.{name}", values=[str(value)])
 
-        return seeded
+    def _around_seeding(self, name: str, *args: Any, **options: Any) -> Generator[None, Any, None]:
+        at, inside = call_site()
+        yield
+        if not inside:
+            given = [str(one) for one in (*args, *options.values()) if isinstance(one, (int, float, str))]
+            self._record("seed", at, name, values=given)
+
+    def _before_hook(self, name: str, own: Any, hook: Any, *_: Any, **__: Any) -> None:
+        at, inside = call_site()
+        if not inside:
+            code = getattr(hook, "__code__", None)
+            body = [code.co_filename, code.co_firstlineno] if code is not None else None
+            self._record("hook", at, name, target=self._name_of(own), values=[body])
 
     def _watched_generator(self, base: Any) -> Any:
         tracer = self
@@ -328,17 +313,6 @@ class ScriptTracer:
 
         return Generator
 
-    def _watch_hook_registration(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def hooked(own: Any, hook: Any, *args: Any, **options: Any) -> Any:
-            at, inside = call_site()
-            if not inside:
-                code = getattr(hook, "__code__", None)
-                body = [code.co_filename, code.co_firstlineno] if code is not None else None
-                self._record("hook", at, name, target=self._name_of(own), values=[body])
-            return function(own, hook, *args, **options)
-
-        return hooked
-
     # --- lines
 
     def _trace_running_frames(self) -> None:
@@ -346,14 +320,14 @@ class ScriptTracer:
         sys.settrace(self._on_call)
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:  # frames that are running already
-            if owner_of_code(frame.f_code.co_filename) == "own":
+            if anywhere.owns(frame.f_code.co_filename):
                 frame.f_trace = self._on_line
                 self._last_lines[id(frame)] = frame.f_lineno
             frame = frame.f_back
 
     def _on_call(self, frame: FrameType, event: str, _: Any) -> Any:
         """A function is called: its lines are traced where it is the user's."""
-        if owner_of_code(frame.f_code.co_filename) != "own":
+        if not anywhere.owns(frame.f_code.co_filename):
             return None
         self._last_lines[id(frame)] = frame.f_lineno
         return self._on_line
@@ -376,10 +350,10 @@ class ScriptTracer:
 
     def _read_states(self) -> dict[str, tuple[int, ...]]:
         """What the optimizers keep for each parameter, by identity: the keys, and the objects of the values."""
-        names = self._run._stepper.names
+        names = self._parts.names
         return {
             names[parameter]: tuple(id(one) for pair in state.items() for one in pair)
-            for optimizer in self._run._optimizers
+            for optimizer in self._parts.optimizers
             for parameter, state in optimizer.state.items()
             if parameter in names and state
         }
@@ -421,19 +395,19 @@ class _Mode(TorchFunctionMode):
         return out
 
 
-def _tensors_by_address(run: Run) -> dict[int, str]:
+def _tensors_by_address(parts: RunParts) -> dict[int, str]:
     """What lies at each address of memory: parameters, buffers, their gradients, and the optimizers' state."""
     found: dict[int, str] = {}
-    for number, model in enumerate(run._models):
+    for number, model in enumerate(parts.models):
         prefix = f"{number}/" if number else ""
         for name, buffer in model.named_buffers():
             found[_storage_address(buffer)] = f"buffers:{prefix}{name}"
         for name, parameter in model.named_parameters():
             found[_storage_address(parameter)] = f"weights:{prefix}{name}"
-            if not run._strategy.plan.bundled and (grad := parameter.grad) is not None:
+            if not parts.strategy.plan.bundled and (grad := parameter.grad) is not None:
                 found.setdefault(_storage_address(grad), f"gradient:{prefix}{name}")
-    names = run._stepper.names
-    for optimizer in run._optimizers:
+    names = parts.names
+    for optimizer in parts.optimizers:
         for own, state in optimizer.state.items():
             for value in state.values():
                 if isinstance(value, Tensor) and own in names:
@@ -463,8 +437,3 @@ def _flat(value: Any) -> Iterator[Any]:
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_meta
-
-
-def _json_number(value: Any) -> float:
-    number = float(value.real if isinstance(value, complex) else value)
-    return number if math.isfinite(number) else 1e308  # JSON knows no other

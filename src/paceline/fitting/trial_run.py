@@ -1,0 +1,44 @@
+"""A run to try something in, on copies: nothing of the script has to be put back. For lr_find and find_micro_batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import session
+from paceline.comm import generators
+from paceline.errors import UsageError
+from paceline.run import Run
+
+
+@contextmanager
+def trial_run(
+    call: str, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
+) -> Iterator[tuple[Run, nn.Module, torch.optim.Optimizer]]:
+    """A new run, and copies of the model and the optimizer. Afterwards it is closed, and the random generators are as
+    before.
+
+    Args:
+        call: the function's name, for the error.
+        settings: arguments of paceline.start.
+
+    Raises UsageError where a run is open.
+    """
+    if session.current() is not None:
+        raise UsageError(
+            f"{call}: a run is open, and {call} makes one of its own. Call it before paceline.start(), or close the "
+            "run: run.close()."
+        )
+    before = generators.get_state(torch.device("cpu"))
+    copies = copy.deepcopy((model, optimizer))
+    run = session.start(**{"progress": "off", **settings})
+    try:
+        yield run, *copies
+    finally:
+        run.close()
+        generators.set_state(before, torch.device("cpu"))
