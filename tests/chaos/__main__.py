@@ -13,8 +13,6 @@ A machine is here a launcher with its ranks; the machines meet on loopback. It h
 - its weights are that run's: the same bits with as many processes in all starts, or with `reproducible`; else to 1e-10
   of their norm,
 - no process, no folder for temporary files and nothing in /dev/shm is left.
-
-Beside it the same kills of the same job as people write it for torchrun (by_hand.py): `--ways` names it.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from tests.ports import free_port
 from paceline.world import MEMORY as MEMORY_FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
-JOB, BY_HAND = ROOT / "tests" / "chaos" / "job.py", ROOT / "tests" / "chaos" / "by_hand.py"
+JOB = ROOT / "tests" / "chaos" / "job.py"
 RESULTS = ROOT / "benchmarks" / "results" / "chaos.json"
 DEADLINE_SECONDS = 120.0  # of one start, which takes some 5 on an idle machine
 MOST_KILLS = 3  # in one case
@@ -72,8 +70,6 @@ WAYS: dict[str, tuple[str, bool, bool]] = {
 
 Of KEPT and MEMORY ranks alone are killed, one at a time, and the launcher starts them again: who lives hands on, or the
 memory holds a checkpoint of every second step, and the disk none."""
-TORCHRUN = "torchrun, DDP, torch.save"
-"""What paceline is compared with."""
 
 
 @dataclass
@@ -81,7 +77,7 @@ class Case:
     """What became of one training.
 
     Attributes:
-        way: of WAYS, or TORCHRUN.
+        way: of WAYS.
         number: the seed of its draws.
         kills: what was killed: "rank", "ranks", "launcher"; of MACHINES "rank", "machine", "keeper", the last being the
             machine whose launcher keeps the rendezvous.
@@ -162,9 +158,6 @@ class Folder:
 
 
 def command_of(way: str, processes: int) -> list[str]:
-    if way == TORCHRUN:
-        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", str(BY_HAND)]
-        return [sys.executable, *words]
     strategy, _, reproducible = WAYS[way]
     words = ["-m", "paceline", "run", "--nproc", str(processes)]
     words += ["--max-restarts", str(MOST_KILLS)] if way in (KEPT, MEMORY) else []
@@ -376,11 +369,11 @@ class Undisturbed:
 
 def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = False) -> Case:
     case, draw = Case(way, number), random.Random(number)
-    varies = way != TORCHRUN and WAYS[way][1]
-    sizes = [1, 2, 4] if way != TORCHRUN and WAYS[way][2] else [1, 2, 3, 4]
+    varies = WAYS[way][1]
+    sizes = [1, 2, 4] if WAYS[way][2] else [1, 2, 3, 4]
     if way.startswith("fsdp"):  # it needs two
         sizes.remove(1)
-    first = draw.choice([2, 4] if way == TORCHRUN else [size for size in sizes if size > 1])
+    first = draw.choice([size for size in sizes if size > 1])
     path = Path(tempfile.mkdtemp(prefix="chaos-"))
     began = time.monotonic()
     folder = Folder(path, f"{way}-{number}", shown)
@@ -398,13 +391,10 @@ def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = Fals
             out = finished(folder, process, case)
             if out is None or told(out) is not None:
                 break
-            if way == TORCHRUN and case.kills[-1:] == ["launcher"]:
-                time.sleep(1.0)
-                folder.end_all()  # its ranks go on without it, and write into the same file
         if way in (KEPT, MEMORY):
             case.lost = steps_lost(path)
         judge(case, told(out), path, undisturbed, same_bits=not varies or WAYS[way][2])
-        case.wrong += folder.left_over() if way != TORCHRUN else []
+        case.wrong += folder.left_over()
     finally:
         folder.end_all()
         shutil.rmtree(path, ignore_errors=True)
@@ -455,9 +445,9 @@ def save(path: Path, cases: list[dict[str, Any]], command: str) -> None:
 def counts(cases: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
     """Of each way: trainings, kills, those that had to be started again, and those that ended as if undisturbed.
 
-    Ways that only the results have, such as torchft, come last."""
+    Ways that only the results have, such as torchrun and torchft, come last."""
     found: dict[str, dict[str, int]] = {}
-    for way in dict.fromkeys([*WAYS, TORCHRUN, *(case["way"] for case in cases)]):
+    for way in dict.fromkeys([*WAYS, *(case["way"] for case in cases)]):
         own = [case for case in cases if case["way"] == way]
         found[way] = {
             "trainings": len(own),
@@ -504,7 +494,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=30, help="how many, dealt out over the ways in turn")
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
-    parser.add_argument("--ways", nargs="+", choices=[*WAYS, TORCHRUN], default=[*WAYS], metavar="WAY")
+    parser.add_argument("--ways", nargs="+", choices=[*WAYS], default=[*WAYS], metavar="WAY")
     parser.add_argument("--case", metavar="WAY-NUMBER", help="this case alone, with what its processes say")
     parser.add_argument("--json", type=Path, default=RESULTS, help="the results are added here")
     parser.add_argument("--page", action="store_true", help="run nothing; print the table of the results")
@@ -529,7 +519,7 @@ def main() -> int:
         if (way, number) in done:
             continue
         case = run_case(way, number, undisturbed)
-        bad += bool(case.wrong) and way != TORCHRUN
+        bad += bool(case.wrong)
         cases.append(asdict(case))
         save(options.json, cases, f"python -m tests.chaos --cases {options.cases} --seed {options.seed}")
         word = "; ".join(case.wrong) or "as if undisturbed"

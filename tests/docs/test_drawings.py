@@ -6,7 +6,6 @@ import json
 import re
 import runpy
 import xml.etree.ElementTree as ElementTree
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,6 @@ def test_a_committed_drawing_is_what_the_script_makes(name: str) -> None:
     root = ElementTree.fromstring(made)
     width, height = (float(root.attrib[key]) for key in ("width", "height"))
     assert root.attrib["viewBox"] == f"0 0 {width:g} {height:g}"
-
-
-@pytest.mark.parametrize("name", DRAWINGS)
-def test_words_neither_overlap_nor_leave_the_drawing(name: str) -> None:
-    drawing = DRAWINGS[name]()
-    for left, top, right, bottom, words in drawing.texts:
-        assert left >= 6, words
-        assert right <= SCRIPT["WIDTH"] - 6, words
-        assert top >= 4, words
-        assert bottom <= drawing.height - 4, words
-    for one, other in combinations(drawing.texts, 2):
-        apart = one[0] >= other[2] or other[0] >= one[2] or one[1] >= other[3] or other[1] >= one[3]
-        assert apart, f"{one[4]!r} over {other[4]!r}"
 
 
 def test_every_page_of_a_strategy_has_its_drawing_with_a_description() -> None:

@@ -60,12 +60,3 @@ def test_other_files_are_named(pretrained: Any, tmp_path: Path, name: str) -> No
     (tmp_path / name).write_text("hi, this is a text")
     assert "neither safetensors nor a state dict" in said()
     assert "run.export, or torch.save(model.state_dict(), FILE), writes one" in said()
-
-
-def test_a_checkpoint_of_more_than_weights_and_another_model_are_named(pretrained: Any, tmp_path: Path) -> None:
-    torch.save({"model": made(3).state_dict(), "epoch": 1}, tmp_path / "whole.pt")
-    with pytest.raises(pretrained.WeightsError, match="holds a dict of model, epoch, and no state dict"):
-        pretrained.load_weights(made(3), tmp_path / "whole.pt")
-    torch.save({"other": torch.ones(2)}, tmp_path / "other.pt")
-    with pytest.raises(pretrained.WeightsError, match=r"no name and shape is one of the model's.*other \(2,\)"):
-        pretrained.load_weights(made(3), tmp_path / "other.pt")

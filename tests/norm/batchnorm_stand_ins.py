@@ -7,38 +7,25 @@ shapes and layouts (aten/src/ATen/native/cuda/Normalization.cu and .cuh). `in_pl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.norm import batchnorm_kernels
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 calls: Counter[str] = Counter()  # of each kernel
-_uncounted = 0  # how many blocks of `uncounted` are under way
-
-
-@contextmanager
-def uncounted() -> Iterator[None]:
-    """Launches does not count what is computed in the block, which stands for a single launch."""
-    global _uncounted
-    _uncounted += 1
-    try:
-        yield
-    finally:
-        _uncounted -= 1
 
 
 def _kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args: Any) -> Any:
         calls[function.__name__] += 1
-        with torch.no_grad(), uncounted():
+        with torch.no_grad():
             return function(*args)
 
     return called
@@ -210,20 +197,3 @@ def reproducible_hashes() -> list[str]:
         found = [train(("global", shards, "bf16", None), STEPS) for shards in (5, 16)]
         assert calls["batch_norm_gather_stats_with_counts"] > 0
     return found
-
-
-class Launches(TorchDispatchMode):
-    """Counts the operations that launch something on a GPU: not those that only make a view, or memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        views = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
-        if not (_uncounted or views or "empty" in name or name in ("detach", "promote_types")):
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
