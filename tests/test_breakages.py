@@ -30,21 +30,21 @@ class Breakage(NamedTuple):
 
 BREAKAGES = {
     "halved gradient": Breakage(
-        "step/gradients.py",
-        "request.examples / request.mean_over",
-        "request.examples / request.mean_over / 2",
+        "step/step.py",
+        "request.examples / request.mean_over * (scale",
+        "request.examples / request.mean_over / 2 * (scale",
         "a-sgd-whole-closure-w1",
     ),
     "an empty shard counted as one example": Breakage(
         "data/batch_plan.py",
-        "        total, shards = len(batch), self.shards\n",
-        "        total, shards = max(len(batch), self.shards), self.shards\n",
+        "return Layout(yields, self.mean_over(total), micro_batches)",
+        "return Layout(yields, self.mean_over(max(total, self.shards)), micro_batches)",
         "e-small_bn-sgd-whole-closure-w3",
     ),
     "an example in two shards": Breakage(
         "data/batch_plan.py",
-        "_integers(batch[low:high])",
-        "_integers(batch[max(low - 1, 0) : high])",
+        "piece: Any = batch[low:high]",
+        "piece: Any = batch[max(low - 1, 0) : high]",
         "a-sgd-whole and w2",
     ),
     "batch norm by shard where global is asked for": Breakage(
@@ -64,22 +64,29 @@ BREAKAGES = {
         "data/loader.py", "self.current.step + int(self.stepped)", "self.current.step", "f-other-sgd-whole-closure-w3"
     ),
     "last micro-batch not reduced": Breakage(
-        "strategies/replicated/ddp.py", "        if not work.final:\n", "        if True:\n", "g-sgd-micro2 and w2"
+        "strategies/replicated/ddp.py",
+        "        if not work.final or self.world.size == 1:\n            backward_here(work)\n",
+        "        if True:\n            backward_here(work)\n            return\n",
+        "g-sgd-micro2 and w2",
     ),
     "tokens counted on this process only": Breakage(
-        "step/gradients.py",
+        "step/accounts.py",
         "collectives.all_reduce(self._vector(keys), group=self._mesh.gradient)",
         "self._vector(keys)",
         "b-mlm-sgd-whole-loop-w2",
     ),
     "clipping forgotten": Breakage(
-        "step/step.py", "if norm is not None and max_grad_norm is not None:", "if False:", "b-mlm-sgd-whole-loop-w2"
+        "step/updates.py", "if norm is not None and max_grad_norm is not None:", "if False:", "b-mlm-sgd-whole-loop-w2"
     ),
     "schedule not moved": Breakage(
-        "step/step.py", "            self.guards.allow(scheduler.step)\n", "            pass\n", "a-sgd and w1"
+        "step/updates.py", "            self._guards.allow(scheduler.step)\n", "            pass\n", "a-sgd and w1"
     ),
     "the same noise on every shard": Breakage(
-        "data/collating.py", "request.step, shard, micro)", "request.step)", "yield", "tests/data/test_loader.py"
+        "data/loader.py",
+        "request.step, part.shard, part.micro, self._device",
+        "request.step, 0, 0, self._device",
+        "yield",
+        "tests/data/test_loader.py",
     ),
     "the same masks on every shard": Breakage(
         "data/collating.py",

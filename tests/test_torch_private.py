@@ -333,7 +333,8 @@ def test_the_reducer_is_driven_by_a_backward() -> None:
     assert not any(hasattr(p, "_ddp_ignored") for p in model.parameters())
     for step in range(2):
         model.zero_grad()
-        reducer.arm(ddp.reducer)
+        for arm in reducer.arming(ddp.reducer):
+            arm()
         (model[0].weight.sum() * (rank + 1) + untouched.weight.sum() * (rank + 1)).backward()
         with pytest.raises(RuntimeError):
             reducer.check_finalized(ddp.reducer)  # the norm's gradients have not come
@@ -345,7 +346,8 @@ def test_the_reducer_is_driven_by_a_backward() -> None:
             assert reducer.rebuild_buckets(ddp.reducer)
     reducer.remove_hooks(ddp.reducer)
     again = DistributedDataParallel(model, **reducer.NO_BUFFERS, init_sync=False, static_graph=True)
-    reducer.arm(again.reducer)
+    for arm in reducer.arming(again.reducer):
+        arm()
     (model[0].weight.sum() + model[1].weight.sum() + model[1].bias.sum()).backward()
     reducer.delay_all_reduce(again.reducer)
     reducer.rebuild_buckets(again.reducer)

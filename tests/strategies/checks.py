@@ -207,7 +207,7 @@ def refused(error: type[Exception], words: str, function: Callable[[], object]) 
     named(function, error, words)
 
 
-def check_checkpoints(
+def compare_checkpoints(
     build: Callable[[], nn.Module],
     loss_fn: Loss,
     others: Sequence[Any],

@@ -28,7 +28,7 @@ from tests.strategies.checks import (
     Y,
     adamw,
     both_heads,
-    check_checkpoints,
+    compare_checkpoints,
     data,
     difference,
     make,
@@ -257,7 +257,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks() -> None:
 def test_checkpoints_are_read_by_other_strategies() -> None:
     """In mid-epoch."""
     for optimizer, others in ((groups, [*STAGES, "fsdp"]), (sgd, STAGES[:3])):
-        check_checkpoints(Both, one_head, others, optimizer=optimizer, tolerance=NEAR, **F32)
+        compare_checkpoints(Both, one_head, others, optimizer=optimizer, tolerance=NEAR, **F32)
 
 
 @pytest.mark.ranks(2, campaign=3)
@@ -305,7 +305,7 @@ def test_every_setting_of_a_json_that_is_taken_trains_as_plain_pytorch() -> None
         strategy = f"deepspeed:config={path}"
         same(ours(Both, one_head, groups, strategy, micro=None if number == 1 else 1), reference)
         if number in (0, 3):
-            check_checkpoints(Both, one_head, [strategy], optimizer=groups, tolerance=NEAR, **F32)
+            compare_checkpoints(Both, one_head, [strategy], optimizer=groups, tolerance=NEAR, **F32)
 
 
 # --- misuse

@@ -29,7 +29,7 @@ from tests.strategies.checks import (
     Y,
     adamw,
     both_heads,
-    check_checkpoints,
+    compare_checkpoints,
     data,
     difference,
     layers,
@@ -344,7 +344,7 @@ def test_fp16_overflows_are_skipped_and_a_loss_that_is_not_finite_is_told_by_all
 
 @pytest.mark.ranks(2, full=3, campaign=4)
 def test_checkpoints_of_odd_parameters_are_read_by_other_strategies() -> None:
-    check_checkpoints(Odd, odd_loss, STAGES)
+    compare_checkpoints(Odd, odd_loss, STAGES)
 
 
 @pytest.mark.ranks(2, campaign=(3, 4))

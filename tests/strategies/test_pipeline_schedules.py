@@ -16,7 +16,7 @@ from tests.strategies.checks import (
     N,
     X,
     Y,
-    check_checkpoints,
+    compare_checkpoints,
     data,
     difference,
     layers,
@@ -301,7 +301,7 @@ def test_two_optimizers_one_of_which_a_stage_has_nothing_of() -> None:
 @pytest.mark.ranks(2, campaign=4)
 def test_a_checkpoint_is_read_by_other_strategies_and_sizes() -> None:
     others = [f"{name}{',' if ':' in name else ':'}balance=cost" for name in strategies()]
-    check_checkpoints(layers, sequential_loss, others)
+    compare_checkpoints(layers, sequential_loss, others)
 
 
 @pytest.mark.ranks(2, campaign=4)

@@ -16,7 +16,7 @@ from tests.strategies.checks import (
     N,
     X,
     Y,
-    check_checkpoints,
+    compare_checkpoints,
     data,
     difference,
     make,
@@ -229,7 +229,7 @@ def test_clipping_and_values_that_are_not_finite_look_at_all_parts() -> None:
 
 @pytest.mark.ranks(2, campaign=4)
 def test_a_checkpoint_is_read_by_other_strategies_and_sizes() -> None:
-    check_checkpoints(Transformer, loss_fn, strategies())
+    compare_checkpoints(Transformer, loss_fn, strategies())
 
 
 @pytest.mark.ranks(conformance=2, campaign=4)
