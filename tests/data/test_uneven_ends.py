@@ -58,7 +58,8 @@ def explained(job: Any) -> str:
     except Exception as error:
         with contextlib.redirect_stderr(io.StringIO()) as shown:
             sys.excepthook(type(error), error, error.__traceback__)
-        return "".join([str(error), *getattr(error, "__notes__", ()), shown.getvalue()])
+        lines = [line for line in shown.getvalue().splitlines() if line.startswith("paceline: ")]
+        return "".join([str(error), *getattr(error, "__notes__", lines)])
     raise AssertionError("nothing was raised")
 
 

@@ -283,8 +283,8 @@ def test_fp16_overflows_are_skipped_alike() -> None:
         for batch in loader:
             before = model.head.weight.detach().clone()
             factor = 1e38 if run.world.rank == 1 and loader.step == 2 else 1.0
-            scale = scaler.scale
             run.forward_backward(lambda m, b, f=factor: both_heads(m, b) * f, model, batch)
+            scale = scaler.scale
             run.step(optimizer)
             assert torch.equal(before, model.head.weight) == (loader.step == 2), loader.step
             assert scaler.scale == scale
