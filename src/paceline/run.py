@@ -161,12 +161,6 @@ class Run:
         self._on_training_yield = (*first, *own, self._stepper.ownership.on_yield, *last)
         self._on_evaluation_yield = (*first, self._on_evaluation, *last)
 
-    def observe(self, make: Callable[[Run, RunParts], StepObserver]) -> None:
-        """Has a tool watch this run. make: is given the run and its parts."""
-        self._observers.append(make(self, parts_of(self)))
-        self._stepper.watch(self._observers)
-        self._choose_hooks()
-
     def _save_last(self, directory: Path) -> Path:
         """Save what is handed over to the next start. That an earlier checkpoint could not be written does not keep
         this newer one from being tried."""
@@ -891,6 +885,13 @@ class Run:
         self._strategy.close()
         self._strategy.mesh.close()
         mesh.use(None)
+
+
+def observe(run: Run, make: Callable[[Run, RunParts], StepObserver]) -> None:
+    """Has a tool watch a run. make: is given the run and its parts."""
+    run._observers.append(make(run, parts_of(run)))
+    run._stepper.watch(run._observers)
+    run._choose_hooks()
 
 
 def parts_of(run: Run) -> RunParts:

@@ -20,7 +20,7 @@ from paceline.comm import device_choice, process_group
 from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
 from paceline.errors import CheckpointError, PacelineError, UsageError, WorldError
-from paceline.run import Run
+from paceline.run import Run, observe
 from paceline.step.excepthook import explain_uncaught
 from paceline.strategies import alone
 from paceline.strategies import on_cpu as on_cpu_of
@@ -149,10 +149,10 @@ def start(
     run = Run(world, settings, where, trial=spec is not None)
     if spec is not None:
         tool = Probe if spec.reference is None else Recorder
-        run.observe(lambda run, parts: tool(run, parts, spec))
+        observe(run, lambda run, parts: tool(run, parts, spec))
     if settings.trace is not None:
         path = settings.trace
-        run.observe(lambda run, parts: Tracer(run, parts, path))
+        observe(run, lambda run, parts: Tracer(run, parts, path))
     _open.append(run)
     return run
 

@@ -58,8 +58,8 @@ def explained(job: Any) -> str:
     except Exception as error:
         with contextlib.redirect_stderr(io.StringIO()) as shown:
             sys.excepthook(type(error), error, error.__traceback__)
-        notes = [line for line in shown.getvalue().splitlines() if line.startswith("paceline: ")]
-        return "".join([str(error), *getattr(error, "__notes__", notes if sys.version_info < (3, 11) else ())])
+        lines = [line for line in shown.getvalue().splitlines() if line.startswith("paceline: ")]
+        return "".join([str(error), *getattr(error, "__notes__", lines)])
     raise AssertionError("nothing was raised")
 
 

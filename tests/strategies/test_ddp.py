@@ -283,14 +283,14 @@ def test_fp16_overflows_are_skipped_alike() -> None:
         for batch in loader:
             before = model.head.weight.detach().clone()
             factor = 1e38 if run.world.rank == 1 and loader.step == 2 else 1.0
-            scale = scaler.scale
             run.forward_backward(lambda m, b, f=factor: both_heads(m, b) * f, model, batch)
+            scale = scaler.scale
             run.step(optimizer)
             assert torch.equal(before, model.head.weight) == (loader.step == 2), loader.step
             assert scaler.scale == scale
         assert (run.steps, run.skipped) == (3, 1)
-        following = next(iter(run.loader(TensorDataset(X.float(), TOKENS, Y), global_batch=6, name="next")))
-        run.forward_backward(both_heads, model, following)
+        following = iter(run.loader(TensorDataset(X.float(), TOKENS, Y), global_batch=6, name="next"))
+        run.forward_backward(both_heads, model, next(following))
         assert scaler.scale == 2.0**15
         weights = [torch.zeros_like(model.head.weight) for _ in range(run.world.size)]
         dist.all_gather(weights, model.head.weight.detach())

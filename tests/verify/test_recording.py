@@ -13,6 +13,7 @@ import torch
 import paceline
 from paceline.errors import LaunchError
 from paceline.observe.patching import Patches
+from paceline.run import observe
 from paceline.step.observer import StepObserver
 from paceline.verify.worker import rank_queries, record_files
 
@@ -62,7 +63,7 @@ def test_a_perturbed_run_goes_back_through_the_model_with_three_quarters_of_the_
     try:
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        run.observe(lambda run, parts: Perturbed())
+        observe(run, lambda run, parts: Perturbed())
         run.prepare(model, optimizer)
         entered: list[float] = []
 

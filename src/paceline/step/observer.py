@@ -1,6 +1,6 @@
 """StepObserver: what happens in a run, for tools that watch it.
 
-verify, compare and timeline watch a run through one (`Run.observe`). Without observers nothing is called.
+verify, compare and timeline watch a run through one (`run.observe`). Without observers nothing is called.
 """
 
 from __future__ import annotations
