@@ -177,6 +177,7 @@ def script(tmp_path: Path) -> Path:
     return written(tmp_path / "code", SCRIPT, "train.py")
 
 
+@pytest.mark.conformance
 def test_under_plain_python_the_file_beside_the_script_counts(script: Path, tmp_path: Path) -> None:
     assert run(tmp_path / "cwd", script) == (0, [[1, "fp32", "None"]], ""), "and not that of the current directory"
     file = written(script.parent, 'seed = 2\nprecision = "bf16"\n')

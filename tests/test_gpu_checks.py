@@ -54,6 +54,7 @@ def test_a_dry_run_builds_every_check_and_says_what_it_would_run() -> None:
     assert told == set(everything.CHECKS)
 
 
+@pytest.mark.conformance
 def test_without_a_gpu_it_says_what_can_be_done() -> None:
     done = command(seconds=240)
     assert done.returncode == 2
@@ -72,6 +73,7 @@ def test_a_loop_that_loses_one_example_is_told_from_the_whole_one(job: jobs.Job)
     assert not jobs.same_bits(less, whole)
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("ranks", "seconds"), [(0, 0.3), (2, 1.0)])  # less than the import of torch in each takes
 def test_a_check_that_takes_too_long_is_ended_with_all_that_it_started(

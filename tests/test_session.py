@@ -53,6 +53,7 @@ def both(tmp_path: Path, environs: list[dict[str, str]], *arguments: str) -> lis
     return [(process.returncode, out, err) for process, (out, err) in zip(processes, outputs, strict=True)]
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     ("host", "said"),
     [
@@ -74,6 +75,7 @@ def test_a_wait_for_other_processes_is_told(
     assert said in lines[0]
 
 
+@pytest.mark.conformance
 def test_rank_0_tells_that_it_waits_for_the_others(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +121,7 @@ def mpi(rank: int, port: int) -> dict[str, str]:
     }
 
 
+@pytest.mark.conformance
 def test_under_mpirun_on_one_machine_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
     port = free_port()
     for rank, (code, out, err) in enumerate(both(tmp_path, [mpi(0, port), mpi(1, port)])):
@@ -127,6 +130,7 @@ def test_under_mpirun_on_one_machine_nothing_listens_beyond_loopback(tmp_path: P
         assert set(out[out.index("[") :].strip("[]\n").replace("'", "").split(", ")) <= {"127.0.0.1", "::1", ""}, out
 
 
+@pytest.mark.conformance
 def test_with_torchs_own_arguments(tmp_path: Path) -> None:
     for rank, (code, out, err) in enumerate(both(tmp_path, [{}, {}], f"tcp://127.0.0.1:{free_port()}")):
         assert code == 0, err
@@ -170,6 +174,7 @@ raise ValueError("of its own")
 """
 
 
+@pytest.mark.conformance
 def test_a_process_that_an_error_ends_does_not_wait_for_the_others(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(FAILING)

@@ -100,6 +100,7 @@ raise ValueError("the cause")
 """
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(150)
 def test_an_error_does_not_wait_for_the_others_where_no_launcher_ends_them(tmp_path: Path) -> None:
     """As under srun: rank 0 never comes to the collective that rank 1 has under way when it raises."""

@@ -209,6 +209,7 @@ def test_a_page_that_cannot_be_made_is_refused_before_anything_is_measured(
     assert "round 1" not in result.stderr
 
 
+@pytest.mark.conformance
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium (apt install chromium)")
 def test_the_page_in_chromium(folder: Path, compared: Result, tmp_path: Path) -> None:
     """Offline and from one file: every chart is drawn, the script raises no error, and a picture is taken."""
@@ -240,6 +241,7 @@ def _dom(common: list[str], page: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.conformance
 def test_a_script_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = compare("--nproc", "1", "--strategies", "single", "--deadline", "3", "--device", "cpu", SCRIPT, "hang")
@@ -248,6 +250,7 @@ def test_a_script_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.conformance
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     environ = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}

@@ -112,6 +112,7 @@ def test_two_processes_train_the_model_of_one_device(folder: Path) -> None:
     assert_same(folder)
 
 
+@pytest.mark.conformance
 def test_another_strategy_goes_on_from_its_checkpoint(folder: Path) -> None:
     paceline(folder, "run", "--nproc", "2", "--strategy", NAME, "train.py", "save")
     paceline(folder, "run", "--nproc", "1", "--strategy", "single", "train.py")

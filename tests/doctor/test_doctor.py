@@ -234,6 +234,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.conformance
 def test_a_package_that_looks_for_torch_before_it_imports_it(tmp_path: Path) -> None:
     """As transformers, datasets, peft, accelerate and many others do."""
     package = tmp_path / "package"
@@ -266,6 +267,7 @@ def test_a_library_that_is_imported_first(library: str, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.conformance
 def test_torch_that_was_loaded_unseen_is_told(tmp_path: Path) -> None:
     """Without an import statement, after the script has taken out all finders but Python's own."""
     text = """import importlib, sys

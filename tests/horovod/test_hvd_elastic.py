@@ -154,6 +154,7 @@ def limit(files):  # a disk that is full for what this process writes; SIGXFSZ i
 """
 
 
+@pytest.mark.conformance
 def test_a_disk_that_is_full_costs_commits_and_not_the_training(tmp_path: Path) -> None:
     """The disk is full from batch 2 to 4. Rank 1 dies at batch 3: the second start goes back to commit 1."""
     script = textwrap.dedent(SCRIPT).replace("hvd.init()", FULL + "hvd.init()", 1)

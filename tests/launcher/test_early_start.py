@@ -29,6 +29,7 @@ def python(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.conformance
 @needs_linux
 def test_ranks_start_while_the_launcher_has_no_torch(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher's own torch is one that waits until the ranks have begun; the ranks' is torch."""
@@ -128,6 +129,7 @@ def test_a_collector_that_the_script_has_switched_off_stays_so() -> None:
     assert python(LOADED.format(before="gc.disable()")).split()[:2] == ["False", "False"]
 
 
+@pytest.mark.conformance
 def test_a_script_without_torch_is_collected_as_ever(launches: Launches) -> None:
     script = launches.script("import gc\nprint(gc.isenabled(), gc.get_freeze_count())")
     assert launches.run(script)[:2] == (0, "True 0\n")
@@ -148,6 +150,7 @@ def test_torch_that_is_not_there_is_missed_as_ever() -> None:
     assert said == "torch"
 
 
+@pytest.mark.conformance
 def test_objects_of_the_script_are_still_collected(launches: Launches) -> None:
     script = launches.script("""
         import gc, weakref, torch

@@ -106,6 +106,7 @@ def launched(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.conformance
 def test_where_all_ranks_die_one_after_the_other_as_many_start_again(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(APART)
     done = launched(tmp_path, "--nproc", "1:3", "--max-restarts", "1")

@@ -17,6 +17,7 @@ import paceline
 from paceline.errors import LaunchError, SettingError
 
 
+@pytest.mark.conformance
 def test_results_by_rank_and_everything_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     """A closure, tensors both ways, settings, and output of rank 0 where sys.stdout is, as notebooks need it."""
     factor = 3
@@ -41,6 +42,7 @@ def fail_on_rank_one() -> int:
     return 0
 
 
+@pytest.mark.conformance
 def test_a_failure_carries_the_ranks_traceback() -> None:
     with pytest.raises(LaunchError) as caught:
         paceline.launch(fail_on_rank_one, nproc=2)
@@ -51,6 +53,7 @@ def test_a_failure_carries_the_ranks_traceback() -> None:
     assert lines[-1] == "ValueError: bad data"
 
 
+@pytest.mark.conformance
 def test_a_timeout_says_where_the_ranks_stood() -> None:
     def wait() -> None:
         time.sleep(600)  # here, and longer than a test may take

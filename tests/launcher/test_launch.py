@@ -216,6 +216,7 @@ VICTIM_FIRST = """
 """
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     ("code", "exit_code", "first_line"),
     [
@@ -336,6 +337,7 @@ WAITING = """
 """
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     ("signum", "to_group", "exit_code", "line"),
     [
@@ -421,6 +423,7 @@ def test_nohup(launches: Launches) -> None:
     assert launches.end(process)[0] == 0
 
 
+@pytest.mark.conformance
 def test_killed_launcher_leaves_nothing(launches: Launches) -> None:
     """kill -9 of the launcher ends the ranks at once, with their DataLoader workers and whatever else they started; its
     temporary folder goes too."""

@@ -231,6 +231,7 @@ open(f"place-{machine}-{local}", "w").write(f"{rank}/{size}")
 """
 
 
+@pytest.mark.conformance
 def test_machines_with_fewer_processes_agree_on_their_number(machines: Machines) -> None:
     """--nproc MIN:MAX, on machines that are numbered: torch leaves the numbers of the former round in the store."""
     (machines.directory / "script.py").write_text(FEWER)
@@ -366,6 +367,7 @@ def test_which_machine_keeps_the_rendezvous() -> None:
     assert not is_local("no-such-machine.invalid")
 
 
+@pytest.mark.conformance
 def test_a_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """It listens, and never answers: torch would wait for ever."""
     monkeypatch.setattr(rendezvous, "_PROBE_SECONDS", 0.5)
@@ -382,6 +384,7 @@ def test_a_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
             rendezvous.make_rendezvous(nodes)
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("theirs", ["another secret", "none (--rdzv-insecure)", "torchrun's store"])
 def test_launchers_that_do_not_share_a_secret_are_told_so(
     theirs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -156,6 +156,7 @@ print("end", int(total))
     )
 
 
+@pytest.mark.conformance
 def test_a_rank_that_others_wait_for_in_vain(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +210,7 @@ print("saved")
     assert "run.save(...)" in advice[0]
 
 
+@pytest.mark.conformance
 def test_ranks_that_move_are_not_waiting(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -538,6 +538,7 @@ for batch in loader:
 """
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     ("how", "grace", "to", "code"),
     [
@@ -607,6 +608,7 @@ for batch in run.loader(torch.utils.data.TensorDataset(torch.ones(40000, 4)), gl
 """
 
 
+@pytest.mark.conformance
 def test_sigterm_after_the_save_does_not_break_off_what_the_ranks_do_at_their_end(job: Job) -> None:
     """A scheduler sends SIGUSR1, and SIGTERM when the time is up: the run can go on, whichever the ranks end after."""
     (job.folder / "train.py").write_text(LAST_WORDS)

@@ -79,6 +79,7 @@ def test_a_worker_that_waits_says_where(tmp_path: Path, code: str, said: str) ->
         assert not any(sample is not None and sample.moves for sample in stands)
 
 
+@pytest.mark.conformance
 def test_a_worker_that_keeps_the_interpreters_lock_is_left_alone(tmp_path: Path) -> None:
     """Its thread cannot answer. A signal to faulthandler would read frames that change."""
     code = "sys.setswitchinterval(1000)\nopen('there', 'w')\nwhile True: list(map(lambda a: a + 1, range(1000)))"

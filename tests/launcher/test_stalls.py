@@ -69,6 +69,7 @@ def line_of(code: str, text: str) -> int:
     return number
 
 
+@pytest.mark.conformance
 def test_a_stopped_rank(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = (
         PLAIN
@@ -135,6 +136,7 @@ def test_an_endless_loop(place: Path, capfd: pytest.CaptureFixture[str]) -> None
     assert "rank 1 has not come to it." in err
 
 
+@pytest.mark.conformance
 def test_a_rank_in_a_disk_wait(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """After vfork the kernel holds a process in the same state, until its child ends or becomes another program."""
     code = f"""{PLAIN}
@@ -187,6 +189,7 @@ for batch in run.loader(Slow(), global_batch=4, num_workers=1):  # the loop
         assert re.search(worker + rf"at script\.py, line {line_of(code, '# here')}\n", err), err
 
 
+@pytest.mark.conformance
 def test_a_rank_that_left_the_loop(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """It goes on with something else."""
     code = f"""{PLAIN}
@@ -377,6 +380,7 @@ for step, (batch,) in enumerate(run.loader(data, global_batch=4)):
     assert f"rank 1 ended early, with exit code 0, {where}, while others still needed it" in story, story
 
 
+@pytest.mark.conformance
 def test_ranks_that_all_wait_for_each_other_are_told_soon(
     place: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -592,6 +596,7 @@ def test_ranks_that_all_wait_are_given_time_where_that_proves_nothing(tmp_path: 
     assert not deadlocked(replace(sight, first=computes, last=computes))
 
 
+@pytest.mark.conformance
 def test_a_sum_on_one_rank_only(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Where calls are not compared any more gloo aborts one rank: both calls and lines are said."""
     code = f"""{HEAD}

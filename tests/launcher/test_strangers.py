@@ -202,6 +202,7 @@ class _Middle:
             there.shutdown(socket.SHUT_RDWR)
 
 
+@pytest.mark.conformance
 def test_a_keeper_without_the_secret_is_not_believed() -> None:
     """What answers must know the secret too: a stranger who has taken the port has no part in the run."""
     stranger = tunnel.open_keeper(listen("127.0.0.1", 0), b"a" * 32)
@@ -229,6 +230,7 @@ def test_a_system_that_does_not_tell_whose_a_connection_is_is_said_once(
     assert capfd.readouterr().err.count("other users of this machine are not kept out of the run's store") == 1
 
 
+@pytest.mark.conformance
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can become another user of this machine"
 )
@@ -259,6 +261,7 @@ def test_another_user_of_this_machine_can_neither_list_nor_write(run: Run) -> No
     assert f"paceline: refused a connection from 127.0.0.1: it is a process of user {OTHER_USER}" in said
 
 
+@pytest.mark.conformance
 def test_a_wrong_secret_is_told_with_the_remedy(run: Run) -> None:
     run.start_by_secret(run.file, "1:2")
     run.wait_until_listening()

@@ -230,6 +230,7 @@ Path(f"ended-{run.rank}").write_text(str(run.steps))
 """
 
 
+@pytest.mark.conformance
 def test_a_run_whose_temporary_folder_is_full_starts_again(tmp_path: Path, tiny: Path) -> None:
     (tmp_path / "train.py").write_text(FILLS)
     done = shell("paceline run --nproc 2 --max-restarts 1 train.py", tmp_path, TMPDIR=str(tiny))

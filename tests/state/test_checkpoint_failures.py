@@ -171,6 +171,7 @@ def crash(mode: str, directory: Path) -> dict[str, int]:
     return result
 
 
+@pytest.mark.conformance
 @pytest.mark.slow
 def test_kill_before_any_call_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
     outcomes = crash("points", tmp_path)
@@ -178,16 +179,19 @@ def test_kill_before_any_call_leaves_the_old_or_the_new_checkpoint(tmp_path: Pat
     assert outcomes["new"] > 10, "nor what comes after the renaming"
 
 
+@pytest.mark.conformance
 @pytest.mark.slow
 def test_kill_at_random_never_loses_an_acknowledged_checkpoint(tmp_path: Path) -> None:
     assert crash("kills", tmp_path)["saved"] >= 12
 
 
+@pytest.mark.conformance
 @pytest.mark.slow
 def test_kill_at_random_while_a_thread_writes_leaves_whole_checkpoints_of_one_moment(tmp_path: Path) -> None:
     assert crash("background", tmp_path)["saved"] >= 12
 
 
+@pytest.mark.conformance
 @pytest.mark.slow
 def test_two_writers_at_once_harm_neither_each_other_nor_a_reader(tmp_path: Path) -> None:
     assert crash("writers", tmp_path)["looks"] > 10

@@ -226,6 +226,7 @@ print("ends at", run.steps)
 """
 
 
+@pytest.mark.conformance
 def test_two_runs_on_one_folder(tmp_path: Path) -> None:
     """The second may read, and is refused before it has trained. After a kill the next goes on."""
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -107,6 +107,7 @@ def answered(listening: Listening, line: Line) -> list[bytes] | None:
     return [bytes(frame.buffer) for frame in line.receive(30) or []]
 
 
+@pytest.mark.conformance
 def test_only_known_keys_are_let_in_and_only_over_loopback() -> None:
     listening, keys, stranger = Listening("127.0.0.1"), new_keys(), new_keys()
     listening.admit([keys.public])
@@ -197,6 +198,7 @@ os.kill(os.getpid(), int(sys.argv[2]))
 """
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize(
     ("signum", "sockets_close", "said"),
     [
@@ -303,6 +305,7 @@ def are_plain_pytorch(left: dict[int, Any]) -> None:
             )
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("mode", "job", "victim"),
@@ -316,6 +319,7 @@ def test_a_worker_that_dies_ends_the_run_with_its_name(tmp_path: Path, mode: str
     assert "Traceback" not in text
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("workers", "servers", "mode"),

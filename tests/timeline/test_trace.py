@@ -147,6 +147,7 @@ def assert_spans_lie_well(events: list[dict[str, Any]]) -> None:
         assert {"data", "update"} <= {one["name"] for one in inside}
 
 
+@pytest.mark.conformance
 @pytest.mark.timeout(DEADLINE + 20)
 def test_a_rank_with_slow_data_is_named(tmp_path: Path) -> None:
     done = launch(tmp_path, SCRIPT, 2, "--trace", "trace.json", "--", "0.02", "-1")
