@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -486,8 +486,8 @@ class Run:
             raise UsageError(under_no_grad("backward"))
         if (loss is None) == (total is None):
             raise UsageError("run.backward: give a loss, or total= with count=, and not both.")
-        if self._observers:
-            value = cast(Tensor, total if loss is None else loss)
+        value = total if loss is None else loss
+        if self._observers and isinstance(value, Tensor):
             factor = math.prod(observer.before_backward((value,)) for observer in self._observers)
             if factor != 1:
                 loss, total = (None if one is None else one * factor for one in (loss, total))

@@ -279,7 +279,8 @@ class Loader:
                 self.waited += self.fetched_at - began
                 yield item
                 began = time.perf_counter()
-            self.waited += time.perf_counter() - began
+            self.fetched_at = time.perf_counter()
+            self.waited += self.fetched_at - began
         except Exception as error:
             if any(frame.f_code is reduction.dump.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
                 raise UsageError(_cannot_be_sent(self.name, error)) from error  # while a worker was started

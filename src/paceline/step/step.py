@@ -172,7 +172,9 @@ class Stepper:
         scale = self._scale() if scaler is not None or self.observers else 1.0
         weight = request.examples / request.mean_over * (scale * self._store.factor)
         gradient = self._gradient
-        if weight != self._weight or loss.dtype is not gradient.dtype or loss.device != gradient.device:
+        if loss.dim():
+            gradient = as_gradient(weight, loss)
+        elif weight != self._weight or loss.dtype is not gradient.dtype or loss.device != gradient.device:
             self._weight, self._gradient = weight, (gradient := as_gradient(weight, loss))
         self.accounts.open(call)
         kind = call, id(inputs[0]) if inputs else None
