@@ -132,7 +132,7 @@ def test_a_reducer_that_fails_ends_the_backward() -> None:
 
         for batch in run.loader(data(), global_batch=BATCH):
             if run.steps == 1:
-                run._strategy._reduction._sums.add = fail  # type: ignore[attr-defined]
+                run._strategy._reduction._add = fail  # type: ignore[attr-defined]
                 try:
                     run.forward_backward(both_heads, model, batch)
                 except ConnectionError as error:

@@ -190,7 +190,7 @@ class Reduction:
                 assert isinstance(self._sums, NativeSums)
                 self._sums.add_sparse(flat)
             else:
-                self._sums.add(flat)
+                self._add(flat)
             return
         if bucket.index() == 0:  # perhaps the last backward was broken off
             self._next, self._finite = [], []
