@@ -135,7 +135,7 @@ import torch.distributed as dist
 
 pytestmark = pytest.mark.ranks(2)
 
-def process(): print("process", dist.get_rank(), os.getpid())
+def process(): print(f"process {dist.get_rank()} {os.getpid()}\\n", end="")  # one write: both ranks print
 
 def test_first(): process()
 
