@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.strategies.checks import started
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.checkpoint import checkpoint
@@ -481,3 +482,30 @@ def test_export_is_what_the_plain_class_loads(run: paceline.Run, tmp_path: Path)
     assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
     with pytest.raises(UsageError, match="was not prepared"):
         run.export(tmp_path / "other", plain)
+
+
+@pytest.mark.parametrize("how", ["optimizer", "model"])
+def test_zero_grad_after_a_global_batch_that_was_left_clears_what_was_there_before_it(how: str) -> None:
+    """One optimizer's gradients are left over, then a loop is left in mid global batch. zero_grad at the top of the
+    next loop clears them, as in plain PyTorch: they are not added to the next update's."""
+    x = torch.arange(8.0, dtype=torch.float64)[:, None]
+    with started() as run:
+        first, second = nn.Linear(1, 1).double(), nn.Linear(1, 1).double()
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in (first, second)]
+        run.prepare(first, second, *optimizers)
+        loader = run.loader(TensorDataset(x), global_batch=2, micro_batch=1)
+        for step, (batch,) in enumerate(loader):
+            run.backward((first(batch) * second(batch)).mean())
+            if step == 2:
+                break  # the first micro-batch of the second global batch
+            run.step(optimizers[0])
+        seen = []
+        for _, (batch,) in zip(range(2), loader, strict=False):
+            if how == "optimizer":
+                optimizers[1].zero_grad()
+            elif not seen:
+                second.zero_grad()
+            run.backward(second(batch).mean())
+            seen += batch.flatten().tolist()
+        assert second.weight.grad is not None
+        assert second.weight.grad.item() == sum(seen) / 2

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from paceline.data.loader import Loader
 from paceline.errors import UsageError, warn
+from paceline.step.accounts import Accounts
 from paceline.step.messages import (
     BY_HAND_APART,
     never_stepped,
@@ -48,8 +49,8 @@ class Ownership:
         optimizers: how many are prepared.
     """
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, strategy: Strategy, accounts: Accounts) -> None:
+        self._strategy, self._accounts = strategy, accounts
         self.loaders: list[Loader] = []
         self._yields: dict[Loader, Yields] = {}
         self.open: dict[Loader, Yield] = {}
@@ -120,8 +121,11 @@ class Ownership:
             self.open = others
             if not others:  # else the update will be of both loaders' losses together
                 self.calls, self._called, self.new_update = 0, set(), True
+            if all(other.request.final for other in others.values()):
+                self.new_gradients = True
+                if self._accounts.unfinished:  # now, before the script clears what earlier updates have left in `.grad`
+                    self._accounts.drop_unreduced()
             # Else another loader's micro-batch of the same update has had its backward already.
-            self.new_gradients = self.new_gradients or all(other.request.final for other in others.values())
             return
         if loader in self._called:
             self.calls, self._called = 0, set()

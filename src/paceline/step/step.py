@@ -76,8 +76,8 @@ class Stepper:
         # The strategy under the one interface that it has: the plan tells which.
         self._loop, self._closure = cast(LoopStrategy, strategy), cast(ClosureStrategy, strategy)
         self._store = store = strategy.store
-        self.ownership = Ownership(strategy)
         self.accounts = Accounts(store, strategy.mesh, device)
+        self.ownership = Ownership(strategy, self.accounts)
         self._tree = None if store.sums is None else TreeAccounts(store.sums, self.accounts, store, device)
         self._passes: Accounts | TreeAccounts = self._tree or self.accounts
         warm_up = WarmUp(calls, store, compares=not strategy.mesh.independent)
@@ -302,8 +302,6 @@ class Stepper:
             if accounts.used or accounts.reached is not None:
                 accounts.start_global_batch()
         ownership.new_update = ownership.new_gradients = False
-        if accounts.unfinished:
-            accounts.drop_unreduced()
         if scaler is not None:
             scaler.update()
             self._store.loss_scale = scaler.scale
