@@ -40,11 +40,6 @@ class Precision:
             return nullcontext()
         return torch.autocast(self._device.type, self.dtype)
 
-    @property
-    def loss_scale(self) -> float:
-        """The factor of all losses in the backward; 1 without a scaler."""
-        return self.scaler.scale if self.scaler is not None else 1.0
-
     def convert(self, model: nn.Module) -> None:
         """Make the model compute in this precision, in place: the same object gets a subclass of its class."""
         if self.dtype is None:

@@ -106,13 +106,6 @@ class Yields:
                 weakref.ref(thing) for thing in (presented[:MOST_ENTRIES] if flat else batch_leaves(presented))
             ]
 
-    def activate(self, one: Yield) -> None:
-        """Make this yield the active one. The script has skipped the pending yields before it."""
-        self.previous, self.active = self.active, one
-        if self.pending:
-            self.pending = self.pending[self.pending.index(one) + 1 :]
-        self.certain = None if one.ambiguous or self.pending else one
-
     def defer(self, one: Yield) -> None:
         """Make this yield pending: the yield before it may be under way."""
         one.ambiguous, self.certain = True, None
