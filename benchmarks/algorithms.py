@@ -1,16 +1,16 @@
-"""What textbooks and papers say of the algorithms, measured here: bytes, spread of the loss, memory, precision.
+"""Measure textbook claims about the algorithms: bytes, spread of the loss, memory, precision.
 
     python benchmarks/algorithms.py --json benchmarks/results/algorithms.json     # the tables of docs/figures.md
     python benchmarks/algorithms.py --part bytes --json FILE                      # one part; the file's others stay
 
-bytes       What each process sends in a step, on n = 2 to 8 replicas, by a ring, by reduce-to-one and by a server. The
-            kernel counts it for each connection of a process (TCP_INFO), beside the formula.
-staleness   The held-out loss of one job over 5 seeds, with a parameter server in sync, async, and async with gradients
-            that are 0, 2 or 8 updates old at most.
-memory      Bytes of the storages that the forward made and each device still holds when the backward begins: with the
-            loss on the replicas (strategy data_parallel), and with the loss on the first device, as nn.DataParallel's
-            users have it. nn.DataParallel does not compute on several CPUs: its order is written out here.
-bf16        How far the weights under data_parallel and mirrored in bf16 are from torch.autocast by hand.
+bytes       The bytes that each process sends in a step, on n = 2 to 8 replicas, with a ring, reduce-to-one and a
+            server. The kernel counts them per connection of a process (TCP_INFO); the formula is shown beside them.
+staleness   The held-out loss of one job over 5 seeds, with a parameter server: sync, async, and async with gradients
+            at most 0, 2 or 8 updates old.
+memory      Bytes that the forward allocated and each device still holds when the backward begins: with the loss on the
+            replicas (strategy data_parallel), and with the loss on the first device, as with nn.DataParallel.
+            nn.DataParallel does not run on several CPUs, so its order is written out here.
+bf16        The distance of the weights under data_parallel and mirrored in bf16 from hand-written torch.autocast.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ WAYS = {  # name -> strategy, servers
 def sent_by_formula(way: str, n: int) -> dict[str, float]:
     """Bytes that a process sends in a step of n replicas: {"first": ..., "others": mean of ...}.
 
-    The first is process 0, or the server; the others are all other processes, or the workers. G bytes of gradients, as
-    many of weights.
+    "first" is process 0, or the server. "others" are all other processes, or the workers. Gradients and weights have
+    G bytes each.
     """
     g = GRADIENT_BYTES
     if way == "ring":
@@ -73,7 +73,7 @@ def sent_by_formula(way: str, n: int) -> dict[str, float]:
 
 
 def count_bytes(folder: str, with_server: bool) -> float | None:
-    """In each process: the bytes that it sends in a step. Servers leave theirs in the folder."""
+    """The bytes that this process sends in a step. Servers write theirs to the folder."""
     torch.set_num_threads(1)
     run = paceline.start(seed=0, progress="off", device="cpu")
     marks = Path(folder)
@@ -86,7 +86,7 @@ def count_bytes(folder: str, with_server: bool) -> float | None:
     counted = 0
     for step, (x,) in enumerate(run.loader(data, global_batch=32)):
         if step in (WARM_UP, WARM_UP + COUNTED_STEPS):
-            run.sum(0)  # all have ended the step before: nothing of it is left in the kernel, to be sent
+            run.sum(0)  # all processes have ended the last step, so the kernel has sent all its data
             counted = _sent() - counted
             if with_server and run.main:
                 _mark(marks, "began" if step == WARM_UP else "ended")
@@ -108,7 +108,7 @@ def _sent() -> int:
 
 
 def _mark(marks: Path, name: str) -> None:
-    """Has the server note what it has sent so far."""
+    """Make the server record its number of sent bytes so far."""
     (marks / name).touch()
     while not (marks / f"{name}.sent").exists():
         time.sleep(0.01)
@@ -200,7 +200,7 @@ EXAMPLES, INPUTS, HIDDEN, CLASSES = 256, 128, 512, 8192
 
 
 class Held:
-    """The storages that are alive, by the device that made them; None made the weights and the examples."""
+    """The live storages, by the device that made them; None for weights and examples."""
 
     def __init__(self) -> None:
         self._alive: dict[int, tuple[weakref.ref[Any], int | None, int]] = {}  # id -> reference, device, bytes
@@ -221,14 +221,14 @@ class Held:
 
 
 class MadeOn(TorchDispatchMode):
-    """What is made within it is a device's."""
+    """A context: tensors made within it belong to a device."""
 
     def __init__(self, held: Held, device: int) -> None:
         super().__init__()
         self._held, self._device = held, device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._note((args, kwargs), None)  # what is not known yet, was there before
+        self._note((args, kwargs), None)  # unknown tensors existed before
         made = func(*args, **(kwargs or {}))
         self._note(made, self._device)
         return made
@@ -240,7 +240,7 @@ class MadeOn(TorchDispatchMode):
 
 
 def watch(loss: Tensor, held: Held, told: list[dict[int, int]]) -> None:
-    """Has what the devices hold written down when the loss's backward begins."""
+    """Record the devices' memory when the loss's backward begins."""
 
     def begins(_: Tensor) -> None:
         told.append(held.bytes())
@@ -259,7 +259,7 @@ def examples() -> tuple[Tensor, Tensor]:
 
 
 def loss_on_replicas(devices: int) -> dict[int, int]:
-    """Strategy data_parallel: each replica's closure computes outputs and loss. Device -> bytes."""
+    """Bytes by device under data_parallel, where each replica's closure computes outputs and loss."""
     held, told = Held(), []  # type: tuple[Held, list[dict[int, int]]]
     order = iter(range(devices))  # replicas take turns, the first one first; all forwards before the first backward
     run = paceline.start(progress="off", device="cpu", strategy="data_parallel:devices=" + ",".join(["cpu"] * devices))
@@ -281,7 +281,7 @@ def loss_on_replicas(devices: int) -> dict[int, int]:
 
 
 def loss_on_first(devices: int) -> dict[int, int]:
-    """The order of nn.DataParallel: replicate, apply, gather the outputs on the first device, and the loss there."""
+    """The same in nn.DataParallel's order: replicate, apply, gather the outputs and compute the loss on one device."""
     held, told = Held(), []  # type: tuple[Held, list[dict[int, int]]]
     first = classifier()
     replicas = [first] + [copy.deepcopy(first) for _ in range(devices - 1)]
@@ -302,8 +302,11 @@ def loss_on_first(devices: int) -> dict[int, int]:
 
 
 def held_by_formula(loss_on: str, devices: int) -> dict[str, float]:
-    """Bytes for the backward, in float32: of each example the HIDDEN activations where they were computed, and the
-    CLASSES log-probabilities where its loss is. Of outputs that are no longer referenced nothing is left."""
+    """Bytes kept for the backward, in float32.
+
+    For each example: HIDDEN activations on the device that computed them, and CLASSES log-probabilities on the device
+    of its loss. Outputs are freed when no longer referenced.
+    """
     hidden, outputs = EXAMPLES / devices * HIDDEN * 4, EXAMPLES * CLASSES * 4
     if loss_on == "replicas":
         return {"first": hidden + outputs / devices, "others": hidden + outputs / devices}
@@ -323,7 +326,7 @@ def measure_memory(sizes: tuple[int, ...] = (2, 4, 8)) -> Iterator[Row]:
 
 
 def trained_by_hand(devices: int, steps: int, precision: str) -> nn.Module:
-    """Shards under torch.autocast, one after the other; their gradients weighted by their examples, and added."""
+    """Train shards in sequence under torch.autocast, and add their gradients, weighted by their examples."""
     model, data = small(), small_data(steps)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for x, y in zip(*(part.chunk(steps) for part in data), strict=True):

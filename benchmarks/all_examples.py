@@ -1,18 +1,18 @@
-"""Every example, small, on 1 and on 2 processes, and what `paceline verify` says of it: `make examples`.
+"""Run every example, small, on 1 and on 2 processes, and under `paceline verify`: `make examples`.
 
     python benchmarks/all_examples.py
-    python benchmarks/all_examples.py --only gan contrastive   # these alone; the other rows of the JSON file are kept
+    python benchmarks/all_examples.py --only gan contrastive   # only these; the other rows of the JSON file are kept
     python benchmarks/all_examples.py --json benchmarks/results/examples.json --draw gan
                                          # runs nothing; docs/img/gan.svg, the loss of each step, from that file
 
-A row is ok where both runs end, their figures are no farther apart than the job's tolerance, and verify says that it is
-one model. A row that is not ok does not stop the others; the exit status is 1 at the end. A job without its data, or
-without its libraries, is left out, and its row says so. --json keeps figures, losses, command, machine and date:
-benchmarks/results/examples.json has those of the docs.
+A row is ok if both runs end, their figures differ by at most the job's tolerance, and verify finds the same model. A
+row that is not ok does not stop the others; then the exit status is 1. A job without its data or its libraries is
+skipped, and its row says so. --json saves figures, losses, command, machine and date; benchmarks/results/examples.json
+has the figures of the docs.
 
-The tolerances are for float32: where training is chaotic (deep batch norm, a GAN) a last bit becomes visible in some
-hundred steps, in plain PyTorch too (docs/examples.md). That the mathematics is the same is what verify looks at, each
-step by itself, and what tests/examples compares in float64.
+The tolerances are for float32: in chaotic training (deep batch norm, a GAN) a last bit becomes visible after some
+hundred steps, in plain PyTorch too (docs/examples.md). verify checks each step separately, and tests/examples compares
+in float64, to show that the mathematics is the same.
 """
 
 from __future__ import annotations
@@ -49,10 +49,13 @@ DATA = {"TEXT": "data/tinyshakespeare/input.txt", "CIFAR10": "data/cifar-10-pyth
 
 @dataclass(frozen=True)
 class Job:
-    """script: below examples/. arguments: {data}, {model} and {scratch} are filled in. figure: its name with its unit.
-    pattern: finds the figure, where it was printed last. tolerance: how far the two figures may be apart. data: the
-    variable that names its data. needs: libraries beside Paceline's. prepare: a script that is run first.
-    verified: arguments for verify, where a run is too long to be made seven times."""
+    """An example to run.
+
+    script: below examples/. arguments: with placeholders {data}, {model} and {scratch}. figure: its name with its unit.
+    pattern: finds the figure in the output; the last match counts. tolerance: the largest allowed difference of the two
+    figures. data: the variable with the path of its data. needs: further libraries. prepare: a script to run first.
+    verified: arguments for verify, if seven full runs would take too long.
+    """
 
     script: str
     arguments: str
@@ -73,7 +76,7 @@ class Job:
         return [str(EXAMPLES / script), *(word.format(**known) for word in arguments.split())]
 
     def obstacle(self) -> str | None:
-        """Why the job cannot be run here."""
+        """The reason why the job cannot run here; empty if it can."""
         if not (EXAMPLES / self.script).is_file():
             return f"there is no examples/{self.script}"
         missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
@@ -119,8 +122,11 @@ JOBS = [
 
 @dataclass
 class Row:
-    """What came of a job. figures and seconds: on 1 and on 2 processes. points: the figure each time it was printed.
-    losses: of each step. verify: its word. failed: why the row is not ok. left_out: why the job was not run."""
+    """The result of a job.
+
+    figures and seconds: on 1 and on 2 processes. points: the figure each time it was printed. losses: of each step.
+    verify: its verdict. failed: why the row is not ok. left_out: why the job was not run.
+    """
 
     figure: str
     tolerance: float
@@ -141,7 +147,7 @@ class Row:
 
 
 def started(command: Sequence[str]) -> tuple[int, str]:
-    """Exit status and output. Data sets and models come from this machine alone."""
+    """Run a command. Returns its exit status and output. Uses only data sets and models on this machine."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE)
@@ -243,7 +249,7 @@ def main() -> int:
             if options.only is None or job.name in options.only:
                 rows[job.name] = run(job, scratch)
                 print("  ".join(rows[job.name].cells(job.name)), flush=True)
-                write(options.json, kept, rows)  # what there is so far, should a later job not end
+                write(options.json, kept, rows)  # save the results so far, in case a later job hangs
     print(f"\n{table(rows)}\n\n{time.perf_counter() - began:.0f} s; {options.json}")
     return int(any(row.failed for row in rows.values()))
 

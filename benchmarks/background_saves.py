@@ -1,12 +1,12 @@
-"""How long training stands still for a checkpoint: run.save, and run.save(background=True).
+"""How long a checkpoint stops training: run.save and run.save(background=True).
 
     python benchmarks/background_saves.py --json benchmarks/results/background_saves.json    # some minutes
 
-An MLP of 25 million parameters with AdamW on two processes, a checkpoint of 300 MB. Training is cut into blocks of
-equally many steps, one of each kind in a round, in an order drawn anew every round: a block without a checkpoint, one
-that saves after its first step, and one that does so in the background and waits for the file at its end. Of each block
-these are kept: the seconds of all of it, those of the call of run.save on rank 0, and those of a step after the save
-(in the background: while the file is written). Medians over the rounds, with the least and the most.
+An MLP of 25 million parameters with AdamW on two processes, with a checkpoint of 300 MB. Each round has three blocks of
+equal length, in a new random order: without a checkpoint, with a save after the first step, and with a background save
+that is waited for at the end of the block. Recorded are the seconds of the whole block, of the call of run.save on rank
+0, and of a step after the save (in the background: while the file is written). Medians over the rounds, with minimum
+and maximum.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = ("none", "foreground", "background")
 
 
 def train(rounds: int, steps: int, folder: Path) -> list[dict[str, Any]]:
-    """What rank 0 saw: a record for each block."""
+    """Train. Returns rank 0's record of each block."""
     run = paceline.start(device="cpu", progress="off", seed=0)
     net = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
     model, optimizer = run.prepare(net, torch.optim.AdamW(net.parameters()))

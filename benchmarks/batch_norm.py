@@ -1,12 +1,12 @@
-"""What batch norm over the global batch costs: beside DDP with torch's own, over each shard, in one run.
+"""The cost of batch norm over the global batch, compared with DDP and torch's batch norm over each shard, in one run.
 
     paceline run --nproc 2 benchmarks/batch_norm.py [--seconds 60] [--json FILE]
 
-Rounds of one step each, in an order drawn anew every round, as in overhead.py:
+Rounds of one step each, in a new random order every round, as in overhead.py:
 
-    A, A'   hand-written DDP; batch norm is torch's, over the shard
-    F       the same, with two all-reduces for each batch norm, one in the forward and one in the backward, of as many
-            bytes as a batch norm over the global batch must exchange: the floor, by torch.distributed
+    A, A'   hand-written DDP with torch's batch norm over the shard
+    F       the same, with two all-reduces per batch norm, in the forward and in the backward, of the number of bytes
+            that batch norm over the global batch must exchange: the lower bound with torch.distributed
     S       Paceline's ddp with batch_norm="shard"
     P       Paceline's ddp with batch_norm="global"
 
@@ -35,7 +35,7 @@ import paceline
 from paceline.run import Run
 
 SIDES = ("A", "A'", "F", "S", "P")
-BLOCK = 5  # rounds of the bootstrap: a step of ResNet-18 takes long
+BLOCK = 5  # rounds per bootstrap block; small, since a step of ResNet-18 is slow
 
 
 def digits(width: int = 32) -> nn.Module:
@@ -82,7 +82,7 @@ def resnet18() -> nn.Module:
 
 
 class Floor(ByHand):
-    """DDP, with an exchange before and after each batch norm of what one over the global batch must exchange."""
+    """DDP, with the communication of batch norm over the global batch before and after each batch norm."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         super().__init__(make)

@@ -1,10 +1,10 @@
-"""What a larger batch costs on scikit-learn's digits, and what scaling the learning rate and warming up give back.
+"""How much accuracy a larger batch costs on scikit-learn's digits, and how much scaling and warm-up recover.
 
     python benchmarks/batch_size.py                 # the table of docs/learning_rate.md; about five minutes on one core
     python benchmarks/batch_size.py --seeds 1 --batches 32 1024
 
-Every row is a batch, every column a rule for the learning rate; a cell is the median test accuracy over the seeds, and
-the distance from the lowest to the highest. First all see the data equally often, then all make equally many steps.
+Each row is a batch size, each column a rule for the learning rate. A cell shows the median test accuracy over the
+seeds, and the range. The first table has equal epochs, the second equal steps.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def main() -> None:
     for same_steps, rules in ((False, tuple(RULES)), (True, ("fixed", "linear, warm-up"))):
 
         def cell(batch: int, rule: str, same_steps: bool = same_steps) -> str:
-            base = batch == BASE_BATCH  # where all of these are one training
+            base = batch == BASE_BATCH  # then all rules are the same training
             which = ("fixed", False) if base else (rule, same_steps)
             found = [accuracy(data, batch, which[0], seed, which[1], options.lr) for seed in range(options.seeds)]
             return f"{statistics.median(found):.1%} ({max(found) - min(found):.1%})"

@@ -1,8 +1,8 @@
-"""The pictures of figures that a run gives now and then, from the JSON files of these runs.
+"""Draw charts of figures that runs report every few steps, from their JSON files.
 
     python benchmarks/charts.py            # docs/img/small_gpt.svg, large_batch.svg, finetune_lora.svg
 
-Loss curves, with a number for each step, are those of curves.py.
+curves.py draws loss curves, with a number for each step.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What draws that belong to examples cost, in a collate function and in a model.
+"""The cost of random numbers keyed by example, in a collate function and in a model.
 
     python benchmarks/collate_draws.py --out benchmarks/collate_draws.json     # two minutes on one core
 
-Collate: Hugging Face's DataCollatorForLanguageModeling on 32 examples of 128 tokens (where transformers is installed;
-else masks drawn by the same torch calls), called as it is, with the generators keyed for the batch, and with each row
-drawn from its example's stream. Model: a transformer encoder with dropout, forward and backward, noise by shard and by
-example. Each variant is timed in turn, in an order drawn anew every round; medians and the 5th and 95th percentile.
+Collate: Hugging Face's DataCollatorForLanguageModeling on 32 examples of 128 tokens (without transformers: masks from
+the same torch calls), unchanged, with generators seeded per batch, and with each row drawn from its example's stream.
+Model: forward and backward of a transformer encoder with dropout, with noise by shard and by example. The variants are
+timed in a new random order every round. Shown are medians and the 5th and 95th percentile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EXAMPLES, TOKENS, VOCABULARY = 32, 128, 30000
 
 
 def stand_in(examples: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-    """The torch calls of the collator, without its tokenizer."""
+    """The same torch calls as the collator, without its tokenizer."""
     inputs = torch.tensor([example["input_ids"] for example in examples])
     labels = inputs.clone()
     masked = torch.bernoulli(torch.full(labels.shape, 0.15)).bool()
@@ -68,7 +68,7 @@ def collator() -> tuple[str, Callable[[list[Any]], Any]]:
 
 
 def compare(variants: dict[str, Callable[[], object]], seconds: float) -> dict[str, dict[str, float]]:
-    """Microseconds of each variant: the median, the 5th and the 95th percentile."""
+    """Microseconds of each variant: median, 5th and 95th percentile."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for run in variants.values():
         run()
@@ -125,7 +125,7 @@ def in_model(seconds: float) -> dict[str, dict[str, float]]:
             return step()
 
     noise = Noise()
-    noise.close()  # off, but for its own variant
+    noise.close()  # on only for its variant
     mode = NoiseMode(noise)
 
     def with_mode() -> object:

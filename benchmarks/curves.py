@@ -1,4 +1,4 @@
-r"""The loss curves of an example on 1 and on 2 processes, one over the other, and how far they are apart.
+r"""Draw the loss curves of an example on 1 and on 2 processes, and their distance.
 
     python benchmarks/curves.py --json benchmarks/results/curves_char_gpt.json --out docs/img/char_gpt.svg \
         examples/char_gpt.py --data input.txt --steps 300
@@ -6,8 +6,8 @@ r"""The loss curves of an example on 1 and on 2 processes, one over the other, a
                                                      # runs nothing, and draws the picture from the file
 
 Each run writes the global loss of every step (log_every = 1). A third run, on one process with the kernels for older
-CPUs, shows what rounding alone does: it adds the same numbers in another order. (On a CPU without AVX-512 these are the
-kernels of the other runs too, and there is no difference.)
+CPUs, shows the effect of rounding alone: it adds the same numbers in another order. (A CPU without AVX-512 uses these
+kernels in all runs, so there is no difference.)
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def smoothed(values: Sequence[float], over: int) -> list[float]:
 
 
 def line(values: Sequence[float], low: float, high: float, top: int, height: int, style: str) -> str:
-    """A polyline of one point for each step, with `low` at the lower edge and `high` at the upper one."""
+    """A polyline with one point per step, with `low` at the lower edge and `high` at the upper edge."""
     points = (
         f"{LEFT + PLOT * step / max(len(values) - 1, 1):.1f},"
         f"{top + height * (1 - (min(max(value, low), high) - low) / (high - low)):.1f}"
@@ -73,7 +73,7 @@ def axis(low: float, high: float, top: int, height: int, ticks: dict[float, str]
 
 
 def picture(curves: dict[str, list[float]], title: str) -> str:
-    """An SVG: the curves of 1 and 2 processes above, the distances from that of one process below (logarithmic)."""
+    """An SVG: the curves of 1 and 2 processes above, their distances from the run on 1 process below (logarithmic)."""
     one, steps = curves["1 process"], len(curves["1 process"])
     most = max(max(one), *curves["2 processes"])
     low, high = 0.0, math.ceil(most * 2) / 2
@@ -105,8 +105,10 @@ def picture(curves: dict[str, list[float]], title: str) -> str:
 
 
 def chart(curves: dict[str, list[tuple[float, float]]], title: str, across: str, up: str, unit: float) -> str:
-    """An SVG: lines through (x, y), from 0 on the left and from the multiples of `unit` around all y; a mark at each
-    point where they are few. A name that ends in "not scaled" has dashes, and the colour of the one before."""
+    """An SVG with lines through (x, y). The x axis begins at 0; the y axis ends at multiples of `unit`.
+
+    Points are marked if there are few. A name that ends in "not scaled" gets a dashed line in the previous colour.
+    """
     low = math.floor(min(y for points in curves.values() for _, y in points) / unit) * unit
     high = math.ceil(max(y for points in curves.values() for _, y in points) / unit) * unit
     most = max(x for points in curves.values() for x, _ in points)
@@ -142,8 +144,8 @@ def svg(parts: Sequence[str], height: int) -> str:
 
 
 def summary(curves: dict[str, list[float]], over: int) -> dict[str, Any]:
-    """Of each run: the first and the last loss (a mean over the last `over` steps), and how far it is from 1 process,
-    in single steps and in means over `over` steps."""
+    """For each run: the first loss, the last loss (a mean over `over` steps), and its distance from the run on 1
+    process, in single steps and in means over `over` steps."""
     one = curves["1 process"]
     means = {name: smoothed(curve, over) for name, curve in curves.items()}
     return {
@@ -162,7 +164,7 @@ def measure(words: Sequence[str], smooth: int) -> dict[str, Any]:
 
     when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     curves = {name: losses(*how, words) for name, how in RUNS.items()}
-    shown = [Path(word).name if Path(word).is_absolute() else word for word in words]  # no paths of this machine
+    shown = [Path(word).name if Path(word).is_absolute() else word for word in words]  # hide this machine's paths
     return {
         "command": shlex.join(["python", "benchmarks/curves.py", "--smooth", str(smooth), *shown]),
         "script": Path(words[0]).name,

@@ -1,12 +1,11 @@
-"""What reading an example costs, by run.loader and by torch's own DataLoader.
+"""The cost of reading an example with run.loader and with torch's DataLoader.
 
     python benchmarks/data_path.py --json benchmarks/results/data_path.json    # two minutes
     python benchmarks/data_path.py --memory                                    # memory of an epoch's order
 
-One process of one thread reads each data set in global batches of 256, shuffled: passes by run.loader, by torch's
-DataLoader, and by the latter once more (an A/A control), in an order drawn anew every round. What is compared within a
-round is its seconds; the medians of these ratios are shown, with the 5th and 95th percentile. Training is not part of
-it.
+One process with one thread reads each data set in global batches of 256, shuffled. Each round has a pass with
+run.loader, one with torch's DataLoader, and a second with the DataLoader (an A/A control), in a new random order. Shown
+are the medians of the ratios of seconds within a round, with the 5th and 95th percentile. There is no training.
 
     tensors     TensorDataset of two tensors, default_collate
     numpy       rows of an array, by `__getitems__`, stacked by a collate function
@@ -113,7 +112,7 @@ CASES: dict[str, tuple[Callable[[int], Any], int, dict[str, Any], str | None]] =
     "datasets": (hugging_face, 10 * BATCH, {}, "datasets"),
     "jpeg": (Jpeg, 10 * BATCH, {"num_workers": 2}, "PIL"),
 }
-"""Name -> (data set of so many examples, how many, options of the loaders, a library that it needs)."""
+"""Name -> (makes a data set of a given size, the size, options of the loaders, a library that it needs)."""
 
 
 def seconds(loader: Any) -> float:
@@ -157,7 +156,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
 
 
 def memory() -> dict[str, Any]:
-    """The most bytes that an epoch's order takes while its first, middle and last 10 global batches are cut."""
+    """The peak bytes of an epoch's order while its first, middle and last 10 global batches are made."""
     found = {}
     for exponent in range(4, 11):
         length = 10**exponent

@@ -1,10 +1,10 @@
-"""What docs/detection.md shows of examples/detect.py.
+"""The figures and pictures of examples/detect.py in docs/detection.md.
 
     python benchmarks/detection.py train --data bccd.zip        # trains on 1 process and on 2
     python benchmarks/detection.py processes --data bccd.zip    # scores of one file of weights on 1, 2 and 3 processes
 
-`train` writes benchmarks/results/detection.json, docs/img/detect.jpg (what the model of 1 process finds) and
-docs/img/detect.svg (the losses), and leaves the weights of 1 process in --weights, for `processes`.
+`train` writes benchmarks/results/detection.json, docs/img/detect.jpg (detections of the model of 1 process) and
+docs/img/detect.svg (the losses). It saves the weights of 1 process in --weights, for `processes`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCORES = RESULTS / "detection.json"
 
 
 def detect(size: int, data: Path, folder: Path, *more: str) -> dict[str, dict[str, float]]:
-    """What the example printed: its scores, by what stands before them."""
+    """Run the example. Returns the scores that it printed, by their labels."""
     settings = {"log_dir": str(folder / "logs"), "log_every": 1, "progress": "off"}
     script = str(ROOT / "examples" / "detect.py"), "--data", str(data), "--cache", str(folder.parent / "cache")
     printed = paceline(size, settings, *script, *SETTINGS, *more)

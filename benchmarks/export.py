@@ -1,9 +1,9 @@
-"""How large exported files are, and how far ONNX files are from the model.
+"""The size of exported files, and the difference of ONNX files from the model.
 
     python benchmarks/export.py [--json FILE]
 
-The models of the two larger examples, with the weights that they begin with, saved by run.save and exported by
-`paceline export`. The differences are those that --check finds, at batches of 1 and 7.
+The models of the two larger examples, with their initial weights, saved by run.save and exported by `paceline export`.
+The differences are those of --check, at batches of 1 and 7.
 """
 
 from __future__ import annotations

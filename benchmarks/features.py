@@ -1,10 +1,10 @@
-"""What the features of examples/contrastive.py are worth before, while and after it learns, on 1 and on 2 processes.
+"""The quality of the features of examples/contrastive.py before, during and after training, on 1 and 2 processes.
 
     python benchmarks/features.py --data cifar10.zip       # the table of docs/examples.md: some 10 minutes
     python benchmarks/features.py --draw                   # docs/img/contrastive.svg, from the JSON file
 
-The measure is the example's own: the share of test images whose nearest training images are of their class. That of the
-pixels themselves stands beside it.
+The measure is the example's: the accuracy of a vote among the nearest training images. The same measure for the raw
+pixels is shown beside it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def run(processes: int, data: Path) -> tuple[dict[str, float], list[float]]:
 
 
 def of_pixels(data: Path) -> float:
-    """The same measure, with an image's normalised pixels for its features."""
+    """The same measure, with normalised pixels as features."""
     from cifar10_data import load
     from contrastive import NEIGHBOURS
 

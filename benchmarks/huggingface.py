@@ -1,4 +1,4 @@
-"""What docs/examples.md shows of bert_mlm.py and finetune_lora.py.
+"""The figures of bert_mlm.py and finetune_lora.py in docs/examples.md.
 
     python benchmarks/huggingface.py curve --data wikitext-2/    # the loss of each step on 1 and on 2 processes
     python benchmarks/huggingface.py losses --data wikitext-2/   # two losses on 1, 2 and 4 processes
@@ -6,8 +6,8 @@
     python benchmarks/huggingface.py draw                        # docs/img/bert_mlm.svg, from the JSON of `curve`
 
 Each writes benchmarks/results/huggingface_<part>.json. `losses` trains the example twice from the same weights, in
-float64: with its own loss, which is the sum and the count of masked words, and with `model(**batch).loss` handed over
-as a mean over examples. What is compared is the exported weights, with those of the same loss on one process.
+float64: with the example's loss (the sum and the count of masked words), and with `model(**batch).loss` as a mean over
+examples. It compares the exported weights with those of the same loss on one process.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "examples"))
 ZERO_GRADIENT = "attention.self.key.bias", "attention.key.bias"
-"""Their gradients are zero but for rounding, which Adam makes whole steps of: in plain PyTorch too."""
+"""Parameters with gradients of zero, except for rounding. Adam turns that into full steps, in plain PyTorch too."""
 SIZES = (1, 2, 4)
 CURVE_STEPS, LOSS_STEPS = 600, 60
 
 
 def paceline(processes: int, settings: dict[str, Any], *command: str) -> str:
-    """What the run printed."""
+    """Run `paceline`. Returns its output."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "settings.toml"
         config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
@@ -59,7 +59,7 @@ def make(folder: Path, data: Path, kind: str = "bert") -> None:
 
 
 def curve(data: Path, folder: Path, model: Path | None) -> dict[str, Any]:
-    """bert_mlm.py: the loss of each step, and what it found on the held-out text. The model is left in `model`."""
+    """Run bert_mlm.py. Returns the loss of each step, and its held-out results. Saves the model in `model`."""
     given = folder / "untrained"
     make(given, data)
     found: dict[str, Any] = {"steps": CURVE_STEPS, "losses": {}, "held_out_perplexity": {}}
@@ -81,7 +81,7 @@ def curve(data: Path, folder: Path, model: Path | None) -> dict[str, Any]:
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The 2-norm of the difference over that of all weights."""
+    """The 2-norm of the difference, divided by the 2-norm of all weights."""
     names = [name for name in one if not name.endswith(ZERO_GRADIENT)]
     apart = sum(float((one[name] - other[name]).square().sum()) for name in names)
     return math.sqrt(apart / sum(float(one[name].square().sum()) for name in names))
@@ -156,7 +156,7 @@ def lora(data: Path, folder: Path, model: Path | None) -> dict[str, Any]:
 
 def draw() -> None:
     found = json.loads((RESULTS / "huggingface_curve.json").read_text())
-    steps = min(len(losses) for losses in found["losses"].values())  # of a run that was stopped there are fewer
+    steps = min(len(losses) for losses in found["losses"].values())  # a stopped run has fewer
     title = f"bert_mlm.py: {steps} steps of 16 x 64 tokens of WikiText-2"
     drawn = {name: losses[:steps] for name, losses in found["losses"].items()}
     (ROOT / "docs" / "img" / "bert_mlm.svg").write_text(picture(drawn, title))

@@ -1,19 +1,19 @@
-"""A laboratory for slow links: hosts on this machine, joined by cables of a chosen bandwidth and delay. Needs root.
+"""A laboratory for slow links: hosts on this machine, linked with a chosen bandwidth and delay. Needs root.
 
     with lab(hosts=2, link=Link(mbit=100, delay_ms=10)) as made:
-        print(made.check())                             # what plain sockets find
+        print(made.check())                             # measure the link with plain sockets
         made.run("train.py", "--steps", "10", nproc=1)  # `paceline run` on each host
 
-It stands beside the benchmarks, which import it as they import each other; tests/system reads it as `benchmarks.lab`.
+The other benchmarks import it directly; tests/system imports it as `benchmarks.lab`.
 
-A host is a network, a process table, a name, mounts and a /dev/shm of its own (unshare(1)), so that processes on two
-hosts can share neither memory nor sockets of this machine. It has one cable, eth0, to a switch: a bridge in a network
-of its own. A cable is a veth pair, or two TAP devices with delay_line.c between them where there is a delay, half of it
-on each host's cable. Both ends of a cable are shaped (tc-tbf(8)), so that a host sends and receives at `mbit` at most.
-TSO and GSO are off: frames of 64 KB would pass the shaping as one.
+Each host has a separate network, process table, host name, mounts and /dev/shm (unshare(1)), so processes on two hosts
+share neither memory nor sockets of this machine. A host has one cable, eth0, to a switch: a bridge in another network
+namespace. A cable is a veth pair. With a delay it is two TAP devices with delay_line.c between them, and each host's
+cable has half of the delay. Both ends of a cable are shaped (tc-tbf(8)), so that a host sends and receives at most
+`mbit`. TSO and GSO are off: the shaping would pass a frame of 64 KB as one.
 
-Nothing has a name outside, and every process dies with the one that started it: the kernel takes away networks, cables
-and processes, also where this process is killed.
+Nothing is visible outside, and every process dies with its parent. So the kernel removes networks, cables and
+processes even if this process is killed.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ HERE = Path(__file__).resolve().parent
 NEEDED = {"ip": "iproute2", "tc": "iproute2", "cc": "gcc"}
 NEEDED |= dict.fromkeys(("unshare", "nsenter", "setpriv"), "util-linux")
 PORT = 29500
-_KERNEL = ("net", "pid", "mount", "uts", "ipc")  # what a host has of its own
+_KERNEL = ("net", "pid", "mount", "uts", "ipc")  # the namespaces of a host
 
 
 @dataclass(frozen=True)
 class Link:
-    """Between any two hosts."""
+    """The link between any two hosts."""
 
     mbit: float | None = None  # 10**6 bits a second, in each direction; None: as fast as this machine is
     delay_ms: float = 0.0  # from one host to another: half of a round trip
 
     @property
     def mtu(self) -> int:
-        """Ordinary frames up to 100 Mbit/s, and jumbo frames above: each costs this machine time."""
+        """Ordinary frames up to 100 Mbit/s, and jumbo frames above, since each frame costs this machine time."""
         return 1500 if self.mbit is not None and self.mbit <= 100 else 9000
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class Link:
 
 
 def missing() -> str | None:
-    """Why there can be no laboratory here; None where there can."""
+    """The reason why no laboratory can be made here; None if it can."""
     if sys.platform != "linux":
         return f"network namespaces are Linux's, and this is {sys.platform}"
     if os.geteuid() != 0:
@@ -76,9 +76,9 @@ def missing() -> str | None:
 
 class Lab:
     """Attributes:
-    link: as asked for.
+    link: the requested link.
     addresses: of the hosts.
-    namespaces: the networks of the hosts and of the switch, as Linux names them, such as "net:[4026532301]".
+    namespaces: Linux's names of the networks of the hosts and of the switch, such as "net:[4026532301]".
     """
 
     def __init__(self, hosts: int, link: Link) -> None:
@@ -97,7 +97,7 @@ class Lab:
         self._keep("switch")
         switch = self._pids[-1]
         self.namespaces = [os.readlink(f"/proc/{pid}/ns/net") for pid in self._pids]
-        # For what is compiled, and what the hosts print: the switch's own /dev/shm, which goes with it.
+        # A folder for compiled programs and the hosts' output: the switch's /dev/shm, which is removed with it.
         self._folder = Path(f"/proc/{switch}/root/dev/shm")
         self._in(switch, "ip", "link", "add", "bridge", "type", "bridge")
         self._in(switch, "ip", "link", "set", "bridge", "mtu", str(self.link.mtu), "up")
@@ -105,7 +105,7 @@ class Lab:
             self._plug(self._pids[number], address, f"port{number}")
 
     def _keep(self, name: str) -> None:
-        """Start a host's first process, which lives as long as this one. All others on the host end with it."""
+        """Start a host's first process. It ends with this process, and all others on the host end with it."""
         words = [f"--{kind}" for kind in _KERNEL]
         # /dev/shm is the machine's else, and with it what processes share by a name there. A connection that was idle
         # goes on as fast as before: benchmarks take turns on many, of which each would begin slowly again and again.
@@ -157,7 +157,7 @@ class Lab:
     # --- what runs there
 
     def start(self, host: int, *words: str, environ: Mapping[str, str] | None = None, **how: Any) -> Any:
-        """A process on a host, in this process's directory, as subprocess.Popen. `close` ends it."""
+        """Start a process on a host, in the current directory, as subprocess.Popen does. `close` ends it."""
         enter = _entering(self._pids[host], _KERNEL)
         inner = ["sh", "-c", 'cd "$0" && exec "$@"', os.getcwd(), *words]
         return subprocess.Popen([*enter, *inner], env={**os.environ, **(environ or {})}, **how)
@@ -169,10 +169,10 @@ class Lab:
         seconds: float = 300.0,
         environ: Mapping[str, str] | None = None,
     ) -> list[str]:
-        """`paceline run` of a script and its arguments with `nproc` processes on each host: what each host printed.
+        """`paceline run` a script with `nproc` processes on each host. Returns the output of each host.
 
-        Raises RuntimeError, with what was printed, where a host's processes fail or take longer than `seconds`; then
-        the laboratory is closed, with all that ran there.
+        Raises RuntimeError with the output if a host's processes fail or take longer than `seconds`. Then the
+        laboratory is closed, with all its processes.
         """
         command = [sys.executable, "-m", "paceline", "run", "--nnodes", str(len(self.addresses)), "--rdzv-insecure"]
         command += ["--nproc", str(nproc), "--master-addr", self.addresses[0]]
@@ -200,12 +200,12 @@ class Lab:
             raise RuntimeError(f"{' '.join(words)}: exit codes {codes}\n{told}")
         return printed
 
-    # --- what the cables do
+    # --- measure the cables
 
     def check(self, seconds: float = 2.0) -> dict[str, Any]:
-        """What plain TCP sockets find between the first two hosts: {"mbit": [there, back], "round_trip_ms": median}.
+        """Measure the link between the first two hosts with TCP: {"mbit": [there, back], "round_trip_ms": median}.
 
-        seconds: of sending in each direction. The first half lets TCP find the rate, and the second is counted.
+        seconds: to send in each direction. TCP finds its rate in the first half; only the second half counts.
         """
         found = []
         for sender, receiver in ((0, 1), (1, 0)):
@@ -221,13 +221,13 @@ class Lab:
         return {"mbit": [each["mbit"] for each in found], "round_trip_ms": round(statistics.mean(trips), 3)}
 
     def sent_bytes(self) -> list[int]:
-        """What each host has sent over its cable so far, headers and all."""
+        """The bytes that each host has sent over its cable so far, including headers."""
         return [interface_bytes("eth0", Path(f"/proc/{pid}/net/dev")) for pid in self._pids[:-1]]
 
 
 @contextlib.contextmanager
 def lab(hosts: int = 2, link: Link = Link()) -> Iterator[Lab]:  # a frozen record
-    """A laboratory, taken away at the end of the block. Raises RuntimeError where there can be none."""
+    """A context with a laboratory, which is removed at the end. Raises RuntimeError if it cannot be made."""
     why = missing()
     if why is not None:
         raise RuntimeError(f"no laboratory for slow links: {why}")
@@ -240,7 +240,7 @@ def lab(hosts: int = 2, link: Link = Link()) -> Iterator[Lab]:  # a frozen recor
 
 
 def interface_bytes(name: str, table: Path = Path("/proc/net/dev")) -> int:
-    """What an interface has sent so far, by the table of the network that a process is in."""
+    """The bytes that an interface has sent so far, from the table of a process's network."""
     found = re.search(rf"^\s*{re.escape(name)}:(.*)$", table.read_text(), re.MULTILINE)
     if found is None:
         raise RuntimeError(f"{table} has no interface {name}")
@@ -272,18 +272,18 @@ def _delay_line(folder: Path) -> Path:
     return program
 
 
-# --- what runs on a host: this file as a script
+# --- on a host: this file as a script
 
 
 def _offloads(name: str) -> None:
-    """Turn TSO and GSO off, by ioctl: ethtool(8) is not everywhere. Fails where one stays on."""
+    """Turn off TSO and GSO with ioctl, since ethtool(8) may be missing. Fails if one stays on."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
         for get, put in ((0x1E, 0x1F), (0x23, 0x24)):  # ETHTOOL_GTSO and STSO, GGSO and SGSO
             value = array.array("I", [put, 0])
             for command in (put, get):
                 value[0] = command
                 request = struct.pack("16sP", name.encode(), value.buffer_info()[0])
-                with contextlib.suppress(OSError):  # a device without it refuses to be told
+                with contextlib.suppress(OSError):  # a device without it refuses the call
                     fcntl.ioctl(handle, 0x8946, request)  # SIOCETHTOOL
             if value[1]:
                 raise SystemExit(f"{name}: TSO or GSO cannot be turned off")

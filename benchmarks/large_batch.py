@@ -1,9 +1,9 @@
-"""examples/resnet_large_batch.py at several batches and equal epochs, with the learning rate scaled and not.
+"""examples/resnet_large_batch.py at several batch sizes and equal epochs, with and without learning rate scaling.
 
     python benchmarks/large_batch.py --data cifar10.zip            # the table of docs/learning_rate.md
 
-Scaled: the rate grows with the batch and is reached in a warm-up. Not scaled: the rate of the smallest batch. All else
-is alike: the images, the epochs, the first weights, the cosine. One run for each, with the same seed.
+Scaled: the learning rate grows with the batch, with a warm-up. Not scaled: the learning rate of the smallest batch.
+Everything else is the same: images, epochs, initial weights, cosine schedule. One run each, with the same seed.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ def main() -> None:
     }
     found: dict[str, dict[str, list[float]]] = {}
     if RESULTS.is_file() and (before := json.loads(RESULTS.read_text()))["settings"] == about["settings"]:
-        about, found = {**about, "time": before["time"]}, before["accuracy_by_epoch"]  # what was stopped goes on
+        about, found = {**about, "time": before["time"]}, before["accuracy_by_epoch"]  # resume a stopped benchmark
     for batch in options.batches:
         for kind, more in (("scaled", []), ("not scaled", ["--no-scaling"])):
             if batch == smallest and more:
-                continue  # there the two are one
+                continue  # both are the same there
             if kind not in found.setdefault(str(batch), {}):
                 found[str(batch)][kind] = accuracies(options.data, batch, [*words, *more])
             RESULTS.write_text(json.dumps({**about, "accuracy_by_epoch": found}, indent=1) + "\n")

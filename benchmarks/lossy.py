@@ -1,24 +1,24 @@
-"""What lossy ways of training send, and what they reach: examples/char_gpt.py between two hosts at 20 Mbit/s. As root.
+"""Traffic and loss of lossy training: examples/char_gpt.py between two hosts at 20 Mbit/s. Needs root.
 
     python benchmarks/lossy.py --data FILE --json benchmarks/results/lossy.json                     # three hours
     python benchmarks/lossy.py --data FILE --json build/short.json --steps 200 --seeds 1 --rounds 1   # ten minutes
 
-The fair baseline is ddp with a codec of bf16. Every way makes as many steps of the same global batch, with the learning
-rate's course of the example. Two things are measured, each where it needs the least time:
+The baseline is ddp with a bf16 codec. Every strategy makes the same number of steps with the same global batch and the
+example's learning rate schedule. Two things are measured separately, to save time:
 
-- Losses: of each way with each seed, on cables as fast as this machine is, since a loss does not depend on them. At the
-  end of a round, where replicas are one anyway, the loss of a part of the held-out text is taken.
-- Seconds and bytes of a step: of each way, some steps after the tenth on cables of 20 Mbit/s, in rounds of all ways.
-  Bytes are those that the first host has sent over its cable, with all headers.
+- Losses: of each strategy with each seed, on unlimited cables, since the loss does not depend on them. At the end of a
+  round, when replicas are averaged anyway, the loss of a part of the held-out text is computed.
+- Seconds and bytes of a step: of each strategy, some steps after the tenth on cables of 20 Mbit/s, in rounds over all
+  strategies. Bytes are counted on the first host's cable, including headers.
 
-The target is the baseline's final loss, the mean over its seeds, plus 1%. The time to the target is a product: the
-steps after which the loss was there, times the seconds of a step. A step that is cheaper may be made more often: with
-`--beside FILE` the baseline's losses, and the cost of each way's step, are those of that file.
+The target is the baseline's final loss (mean over its seeds) plus 1%. The time to the target is the number of steps
+until the loss is reached, times the seconds of a step. Cheaper steps allow more of them: `--beside FILE` takes the
+baseline's losses and the costs of steps from that file.
 
     python benchmarks/lossy.py --steps 2000 --rounds 0 --beside benchmarks/results/lossy.json --only diloco:every=50 ...
 
-What stands in the file already is not measured again: what was interrupted goes on, and `--seeds 5` adds to what
-`--seeds 1` has measured. `--table` prints the table of docs/slow_links.md from the file.
+Results that are already in the file are not measured again: an interrupted benchmark resumes, and `--seeds 5` adds to
+the results of `--seeds 1`. `--table` prints the table of docs/slow_links.md from the file.
 """
 
 from __future__ import annotations
@@ -58,17 +58,17 @@ WAYS = {
     "diloco:every=50": 50,
     "diloco:every=200": 200,
     "diloco:every=200,fragments=4": 200,
-    "diloco:every=200,fragments=4,delay=10": 200,  # never one by itself: each look averages them
+    "diloco:every=200,fragments=4,delay=10": 200,  # never synchronized by itself: each evaluation averages the replicas
 }
-"""Strategy -> steps after which its replicas are one."""
+"""Strategy -> steps between synchronizations of its replicas."""
 
-LENGTH, EVERY, HELD_OUT = 128, 50, 256  # characters of a window, steps between two looks, windows
-WARM = 10  # steps before those that are timed; as many as the longest delay, so that whole exchanges are counted
+LENGTH, EVERY, HELD_OUT = 128, 50, 256  # characters per window, steps between evaluations, windows
+WARM = 10  # untimed steps at the start; the longest delay, so that whole exchanges are counted
 MARK = "FOUND "
 
 
 def job(options: argparse.Namespace) -> None:
-    """All steps, for their losses; or `--timed` of them, after the first."""
+    """Train all steps for their losses, or only `--timed` steps after the warm-up."""
     alphabet, tokens = characters(options.data, LENGTH)
     end = len(tokens) * 9 // 10
     run = paceline.start(seed=options.seed, device="cpu", strategy=options.way, progress="off")
@@ -109,7 +109,7 @@ def job(options: argparse.Namespace) -> None:
 
 
 def measure(way: str, seed: int, options: argparse.Namespace, timed: int = 0) -> dict[str, Any]:
-    """timed: so many steps at 20 Mbit/s, for their seconds and bytes; 0: all steps, for their losses."""
+    """Measure one strategy. timed: the number of steps at 20 Mbit/s to time; 0: all steps, for their losses."""
     words = ["--job", "--way", way, "--seed", str(seed), "--data", str(options.data.resolve()), "--timed", str(timed)]
     for name in ("steps", "global_batch", "layers", "width"):
         words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
@@ -120,8 +120,10 @@ def measure(way: str, seed: int, options: argparse.Namespace, timed: int = 0) ->
 
 
 def table(found: dict[str, Any], beside: dict[str, Any] | None) -> dict[str, Any]:
-    """Way -> its figures: losses over all seeds, and the median of what its steps took and sent. beside: what a file
-    holds whose baseline and costs these are."""
+    """Strategy -> its figures: losses over all seeds, and the medians of seconds and bytes per step.
+
+    beside: the content of another file, to take baseline and costs from.
+    """
     if beside is not None:
         baseline = {name: one for name, one in beside["losses"].items() if name.rpartition(" ")[0] == BASE}
         found = {"losses": {**baseline, **found["losses"]}, "times": beside["times"]}

@@ -1,15 +1,16 @@
-"""ddp on more than two processes of one machine, beside hand-written DDP over gloo, in one run.
+"""ddp on more than two processes of one machine, compared with hand-written DDP over gloo, in one run.
 
     OMP_NUM_THREADS=2 paceline run --nproc 8 benchmarks/many.py [--seconds 20] [--only gpt] [--cpu-time] [--json FILE]
 
-For each of three models all sides start alike: A and A' in hand-written DDP, and ddp with the reducers `default`,
-`native` and `shared_memory`. The sides of a round take turns in an order drawn anew, the same on all ranks, each for a
-block of steps; a barrier stands before each block. Every rank's batch is there: no loader is in the times, but ours
-opens each step with a yield, as a script does. Reported: the median seconds of a step on rank 0, of its backward (with
-the forward and the all-reduce) and of its update; the ratio to A and A' with its 95% interval; A' / A as the control.
+For each of three models all variants start with the same weights: A and A' in hand-written DDP, and ddp with the
+reducers `default`, `native` and `shared_memory`. In each round every variant runs a block of steps, in a new random
+order (the same on all ranks), with a barrier before each block. Batches are already in memory, so no data loading is
+timed; Paceline's steps include the loader's yield, as in a script. Reported: the median seconds of a step on rank 0, of
+its backward (with forward and all-reduce) and of its update; the ratio to A and A' with its 95% interval; A' / A as the
+control.
 
-`--cpu-time` counts the seconds that rank 0's threads compute, in place of the clock's. Where there are fewer cores than
-processes, only these say what a side costs; they do not see waits, and so no overlap.
+`--cpu-time` counts CPU seconds of rank 0's threads instead of wall time. With fewer cores than processes only CPU time
+is meaningful. It does not include waits, and so shows no overlap.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What checkpoints in memory cost a training: paceline run --memory-every.
+"""The cost of in-memory checkpoints: paceline run --memory-every.
 
     python benchmarks/memory_checkpoints.py --json benchmarks/results/memory_checkpoints.json    # some minutes
 
-An MLP of 25 million parameters with AdamW under fsdp:stage=1 on two processes, a checkpoint of 300 MB. In each round
-the job is started once of each kind, in an order drawn anew: without, without again (the control), and with a
-checkpoint in memory of every eighth step. Kept are the seconds of each step on rank 0, from one call for the next batch
-to the next: one that is followed by a checkpoint includes the time for which training stands still for it, and those
-after it run beside the thread that writes. Medians over all steps of a kind, with the least and the most.
+An MLP of 25 million parameters with AdamW under fsdp:stage=1 on two processes, with a checkpoint of 300 MB. Each round
+runs the job three times, in a new random order: without in-memory checkpoints, without again (the control), and with
+one every eighth step. Recorded are the seconds of each step on rank 0, from one fetch of a batch to the next. A step
+with a checkpoint includes the time for which training stops; the steps after it run while a thread writes. Medians over
+all steps of a kind, with minimum and maximum.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ KINDS = {"without": False, "without again": False, "in memory": True}
 
 
 def train(steps: int, results: Path) -> None:
-    """Writes the seconds of each step, by the number of steps made before it."""
+    """Train, and write the seconds of each step, by the number of earlier steps."""
     run = paceline.start(device="cpu", progress="off", seed=0, strategy="fsdp:stage=1")
     net = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
     model, optimizer = run.prepare(net, torch.optim.AdamW(net.parameters()))
     loader = run.batches(lambda rows: torch.randn(len(rows), WIDTH), global_batch=GLOBAL_BATCH, steps=steps + 1)
     run.restore(results.with_suffix(".none"), missing_ok=True)
-    heads: list[float] = []  # when each pass through the loop began
+    heads: list[float] = []  # the start times of the iterations
     for batch in loader:
         heads.append(time.perf_counter())
         run.backward(model(batch).square().mean())

@@ -2,13 +2,13 @@
 
     PACELINE_TENSORFLOW=/path/to/python python benchmarks/mobilenet_tensorflow.py --data cifar10.zip
 
-PACELINE_TENSORFLOW names a Python that has tensorflow or tensorflow-cpu, which is no dependency here. Both sides have
-the same network, first weights, images, Adam, cosine and global batch, and batch norm over the global batch; how images
-are cropped, mirrored and shuffled is drawn by each side's own generators. Four runs take turns: Paceline on one process
-and on two, of a thread each; MirroredStrategy on one logical CPU device and on two, of as many threads in all. A run's
-seconds are the median of its epochs without evaluation and without the first, in which TensorFlow traces; its CPU
-seconds are those of all its processes from their start, with imports, tracing and evaluation. Where other programs
-compute on the machine, the former say little; the load beside them is the mean number of programs that wanted to run.
+PACELINE_TENSORFLOW names a Python with tensorflow or tensorflow-cpu, which are not dependencies. Both sides have the
+same network, initial weights, images, Adam, cosine schedule and global batch, and batch norm over the global batch.
+Each side crops, mirrors and shuffles images with its random generators. Four runs alternate: Paceline on one and two
+processes with one thread each, and MirroredStrategy on one and two logical CPU devices with the same total number of
+threads. A run's seconds are the median of its epochs, without evaluation, and without the first epoch since TensorFlow
+traces then. Its CPU seconds are those of all its processes from their start, with imports, tracing and evaluation. If
+other programs use the machine, wall seconds mean little; the load shows the mean number of runnable programs.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ WIDTH, EPSILON = 0.25, 1e-5
 EPOCH = re.compile(r"epoch \d+/\d+  loss \S+  ([\d.]+) (ms|s)\b")
 
 
-# --- TensorFlow's side: run by its own Python, which has neither torch nor Paceline
+# --- TensorFlow's side: runs in its Python, without torch and Paceline
 
 
 def keras_network(groups: Any, width: float, first: list[Any]) -> Any:
-    """The network of examples/cifar10_mobilenetv2.py, with these first weights in the order of its layers."""
+    """The network of examples/cifar10_mobilenetv2.py, with these initial weights in the order of its layers."""
     import keras
     from keras import layers
 
@@ -141,7 +141,7 @@ def under_tensorflow(folder: Path) -> None:
 
 
 def first_weights(width: float) -> list[np.ndarray[Any, Any]]:
-    """The first weights of a run with seed 0 on Paceline's side, in the order of layers, as Keras shapes them."""
+    """The initial weights of a run with seed 0 on Paceline's side, in the order of layers, in Keras's shapes."""
     import torch
     from cifar10_mobilenetv2 import mobilenet_v2
 
@@ -174,7 +174,7 @@ def under_paceline(processes: int, options: argparse.Namespace) -> tuple[float, 
 
 
 def cpu_seconds() -> float:
-    """Of all processes that have ended and were waited for, by this one or by theirs."""
+    """CPU seconds of all finished child processes, including their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -242,7 +242,7 @@ def main() -> None:
                     row["median_seconds"] = statistics.median(later)
                     row["lowest_seconds"], row["highest_seconds"] = min(later), max(later)
                     print(turn, side, size, accuracy, seconds, flush=True)
-                    write(options, found, version)  # what there is so far, should a later run not end
+                    write(options, found, version)  # save the results so far, in case a later run hangs
 
 
 def write(options: argparse.Namespace, found: dict[str, dict[str, Any]], version: str) -> None:

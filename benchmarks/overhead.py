@@ -1,16 +1,16 @@
-"""What Paceline adds to a step: beside the same step in hand-written DDP, in one run.
+"""The overhead of Paceline per step, compared with the same step in hand-written DDP, in one run.
 
     paceline run --nproc 2 benchmarks/overhead.py [--seconds 60] [--only nothing] [--json FILE]
 
-For each of four models there are four training states that start alike: A and A' in hand-written DDP, P and P' under
-Paceline's ddp. Rounds of one step each, in an order drawn anew every round (the same on all ranks), so that drift and
-neighbours hit all four alike. Two of each, because the second run of the same code in a round finds its caches warm:
-with A, A' and P alone, that is a gift to A. A step is: forward, loss, backward with all-reduce, optimizer step,
-gradients cleared; the batch is there. A rank is pinned to a core. Reported: medians; the ratio of P and P' to A and A'
-with its 95% interval, from a bootstrap over blocks of 20 rounds of the ratio of medians; and A' / A and P' / P beside
-it, which show what the method can resolve.
+For each of four models there are four trainings with the same initial state: A and A' in hand-written DDP, P and P'
+under Paceline's ddp. Each round has one step of each, in a new random order (the same on all ranks), so that drift and
+other programs affect all four alike. Each side runs twice because the second run of the same code in a round has warm
+caches: with only A, A' and P, that would favour A. A step is: forward, loss, backward with all-reduce, optimizer step,
+clearing of gradients. Batches are already in memory. Each rank is pinned to a core. Reported: medians; the ratio of P
+and P' to A and A' with its 95% interval, from a bootstrap over blocks of 20 rounds; and A' / A and P' / P, which show
+the resolution of the method.
 
-Collectives and bytes of one step are counted by torch's profiler.
+torch's profiler counts collectives and bytes of one step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MANY = "many (5,000 parameters of 10 numbers)"
 
 
 class Many(nn.Module):
-    """So many parameters that what a step does for each of them shows: (batch, 10) -> (batch, 10)."""
+    """A model with many parameters, to show costs per parameter: (batch, 10) -> (batch, 10)."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 class ByHand:
-    """The step as one writes it with torch.nn.parallel.DistributedDataParallel."""
+    """A hand-written step with torch.nn.parallel.DistributedDataParallel."""
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
         torch.manual_seed(0)
@@ -91,8 +91,7 @@ class ByHand:
 
 
 class UnderPaceline:
-    """The same under Paceline. The loader's yield, which opens a step, is not timed: batches come ready-made to
-    both."""
+    """The same under Paceline. The loader's yield, which begins a step, is not timed: both sides get ready batches."""
 
     def __init__(self, run: Run, make: Callable[[], nn.Module]) -> None:
         self.run = run

@@ -1,11 +1,11 @@
-"""What parameter_server does where one worker is slower than the others: sync beside async.
+"""parameter_server with one slow worker: sync compared with async.
 
     python benchmarks/parameter_server.py [--rounds 3] [--epochs 12]
 
-Two workers and a server train a small network on scikit-learn's digits. A batch is made to take 10 ms on one worker and
-40 ms on the other (they sleep, so that the figure is of the waiting and not of this machine's cores). Each round runs
-both modes, in turn. Prints, for each mode, examples/s over the training loops, as the median over rounds with least and
-most; the accuracy on the 297 digits that were held out; and of how many of the parts each worker computed.
+Two workers and a server train a small network on scikit-learn's digits. A batch takes 10 ms on one worker and 40 ms on
+the other. (They sleep, so that the result depends on waiting and not on this machine's cores.) Each round runs both
+modes. For each mode, prints examples/s in the training loop (median, minimum and maximum over the rounds), the accuracy
+on 297 held-out digits, and the number of parts that each worker computed.
 """
 
 from __future__ import annotations

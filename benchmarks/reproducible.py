@@ -1,11 +1,11 @@
-"""What `reproducible=n` adds to a step of ddp on n processes, in one run.
+"""The cost of `reproducible=n` for a step of ddp on n processes, in one run.
 
     paceline run --nproc 2 benchmarks/reproducible.py [--seconds 60] [--json FILE]
 
-The models, the step and the figures are those of overhead.py, and one model more, whose gradients take long to send. D
-and D' are ordinary ddp, R and R' ddp with `reproducible=n`: rounds of one step each, in an order drawn anew each time,
-alike on all ranks. Deterministic kernels are switched, outside of the time that is taken, for each step as its run has
-them; all four compute with one thread.
+Models, step and figures as in overhead.py, with one more model that has large gradients. D and D' are ordinary ddp, R
+and R' are ddp with `reproducible=n`. Each round has one step of each, in a new random order, the same on all ranks.
+Before each step, outside of the timed code, deterministic kernels are switched on or off as its run needs. All four
+compute with one thread.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""An all-reduce between the processes of this machine: in shared memory (comm/shared_memory.py), and by gloo.
+"""An all-reduce between the processes of this machine, in shared memory (comm/shared_memory.py) and with gloo.
 
     paceline run --nproc 2 benchmarks/shared_memory.py --json benchmarks/results/shared_memory.json    # a minute
 
-Each round times, in an order drawn anew, one sum in shared memory, one by gloo, and one by gloo once more (an A/A
-control); a barrier is before each. Shown are the medians over the rounds, and the median of the ratios within a round
-with its 5th and 95th percentile. What a round takes is rank 0's time.
+Each round times one sum in shared memory, one with gloo, and a second with gloo (an A/A control), in a new random order
+and with a barrier before each. Shown are the medians over the rounds, and the median of the ratios within a round with
+its 5th and 95th percentile. Times are those of rank 0.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from torch import Tensor
 
 import paceline
 from paceline.comm import shared_memory
+from paceline.comm.mesh import world_group
 
 SIZES = {"64 KB": 2**16, "1 MB": 2**20, "25 MB": 25 * 2**20, "100 MB": 100 * 2**20}
 SECONDS = 12.0  # for each size
 
 
 def measure(nbytes: int, ways: dict[str, Callable[[Tensor], Any]]) -> dict[str, Any]:
-    flat = torch.zeros(nbytes // 4)  # so that no sum overflows
+    flat = torch.zeros(nbytes // 4)  # zeros: sums cannot overflow
     times: dict[str, list[float]] = {way: [] for way in ways}
     draw = random.Random(nbytes)
     began, number, go = time.perf_counter(), 0, torch.ones(1)
@@ -63,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     run = paceline.start(device="cpu", progress="off")
     torch.set_num_threads(1)
-    memory = shared_memory.meet()
+    memory = shared_memory.open_memory(world_group())
     if memory is None:
         raise SystemExit("the processes of this run cannot share memory")
     ways = {"shared": memory.add, "gloo": dist.all_reduce, "again": dist.all_reduce}

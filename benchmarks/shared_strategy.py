@@ -1,17 +1,17 @@
-"""The strategy shared beside hand-written DDP and beside one process with all threads: time and memory of a step.
+"""The strategy shared, compared with hand-written DDP and one process with all threads: time and memory of a step.
 
     python benchmarks/shared_strategy.py --json benchmarks/results/shared_strategy.json      # ten minutes
 
-The model is a multilayer perceptron of 25 million parameters, the optimizer AdamW, as it comes and fused. Two processes
-of one thread each have, side by side in one run: `ddp` and `ddp again` (an A/A control), torch's
-DistributedDataParallel with gradient_as_bucket_view and static_graph; `shared`; and `one process`, plain PyTorch on
-rank 0 with two threads and the whole global batch, while rank 1 sleeps at a barrier. Each round has a step of each, in
-an order drawn anew, a barrier before each; its time is that of the slower rank. Shown are medians over the rounds, and
-the median of the ratios within a round with its 5th and 95th percentile: what they say of examples/s.
+The model is a multilayer perceptron of 25 million parameters, with AdamW (default and fused). Two processes of one
+thread each compare in one run: `ddp` and `ddp again` (an A/A control), torch's DistributedDataParallel with
+gradient_as_bucket_view and static_graph; `shared`; and `one process`, plain PyTorch on rank 0 with two threads and the
+whole global batch, while rank 1 waits at a barrier. Each round has a step of each, in a new random order, after a
+barrier; the time is that of the slower rank. Shown are medians over the rounds, and the median of the ratios of
+examples/s within a round with its 5th and 95th percentile.
 
-Memory is each process's proportional set size (PSS, /proc/self/smaps_rollup), read every 10 ms during steps, each way
-in a run of its own: a page that several processes have counts in each by its share. The ratios are of the mean over the
-processes; also without what a process had before it made the model.
+Memory is each process's proportional set size (PSS, /proc/self/smaps_rollup), read every 10 ms during steps, in a
+separate run for each variant: a page shared by several processes counts in each by its share. The ratios are of the
+mean over the processes, with and without the memory that a process had before it made the model.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ByHand:
 
 
 class Ours:
-    """Under Paceline, with batches that are there already; the loader's yield, which opens a step, is timed too."""
+    """A step under Paceline, with batches in memory. The loader's yield, which begins a step, is timed too."""
 
     def __init__(self, run: paceline.Run, fused: bool, batch: int) -> None:
         self.run, self.size = run, batch * run.world_size
@@ -163,7 +163,7 @@ def memory(way: str, fused: bool) -> dict[str, Any]:
     run = paceline.start(strategy="shared" if way == "shared" else None, device="cpu", progress="off")
     torch.set_num_threads(1)
     batch = a_batch(8)
-    loss_fn(nn.Linear(WIDTHS[0], CLASSES), batch).backward()  # so that what torch loads is loaded
+    loss_fn(nn.Linear(WIDTHS[0], CLASSES), batch).backward()  # make torch load its libraries
     dist.barrier()
     before = pss()
     side = Ours(run, fused, 8) if way == "shared" else ByHand(fused)
@@ -187,7 +187,7 @@ def memory(way: str, fused: bool) -> dict[str, Any]:
 
 
 def host(options: argparse.Namespace) -> None:
-    """Starts the parts, one after the other."""
+    """Start the parts in sequence."""
     found: dict[str, Any] = {}
     load = os.getloadavg()[1]
     with tempfile.TemporaryDirectory() as folder:

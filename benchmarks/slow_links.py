@@ -1,17 +1,17 @@
-"""A step of ddp over slow links, in the laboratory (lab.py): stock DDP beside lossless reducers. As root.
+"""A step of ddp over slow links, in the laboratory (lab.py): stock DDP and lossless reducers. Needs root.
 
     python benchmarks/slow_links.py --json benchmarks/results/slow_links.json              # forty minutes
     python benchmarks/slow_links.py --overlap --json benchmarks/results/overlap.json       # ten minutes
 
-Steps. A multilayer perceptron of 4 MB and a small batch, so that communication is most of a step. `stock` is
-torch.nn.parallel.DistributedDataParallel by hand, and `again` another one (an A/A control). Rounds of all ways, in an
-order drawn anew every round; of each way three steps, of which the last two are timed. Shown are medians, and the
-median of the ratios to stock within a round with its 5th and 95th percentile.
+Steps. A multilayer perceptron of 4 MB and a small batch, so that communication dominates a step. `stock` is
+hand-written torch.nn.parallel.DistributedDataParallel, and `again` a second one (an A/A control). Each round has three
+steps of each variant, in a new random order, and times the last two. Shown are medians, and the median of the ratios to
+stock within a round with its 5th and 95th percentile.
 
-Overlap. Layers that sleep in their backward for as long as all gradients of the model take to be summed: the hardest
-case. Shown is a step, over the longer one of compute alone and communication alone, for stock and for small buckets.
+Overlap. The layers sleep in their backward for the time that the sum of all gradients takes: the hardest case. Shown is
+the time of a step, divided by the longer of compute alone and communication alone, for stock and for small buckets.
 
-A place that stands in the file already is not measured again: an interrupted run goes on where it was. Rank 0's times.
+Settings that are already in the file are not measured again: an interrupted benchmark resumes. Times are rank 0's.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PLACES = [
     *((2, 2, Link(rate, 0.5)) for rate in (1000.0, 100.0)),
     *((4, 1, Link(rate, 10.0)) for rate in (1000.0, 100.0)),
 ]
-"""Hosts, processes on each, and what joins them."""
+"""Hosts, processes on each, and the link."""
 
 FIXED = ("native", "direct", "ring", "hierarchical", "direct,bucket_mb=1", "native,bucket_mb=1")
 OVERLAP = ((None, 32), (1000.0, 16), (300.0, 8), (100.0, 4), (20.0, 1))
@@ -63,7 +63,7 @@ MARK = "FOUND "
 
 
 class Sleeping(torch.autograd.Function):
-    """A layer whose backward takes as long as it is told, without a core."""
+    """A layer with a backward that sleeps for a given time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
@@ -150,7 +150,7 @@ def steps_job(seconds: float) -> dict[str, Any]:
         for reducer in fixed:
             ways[reducer] = ours(opened.enter_context(under(first, reducer, said)), perceptron(), loss_of)
         for step in ways.values():
-            timed(step, 3)  # connections have found their rate
+            timed(step, 3)  # let TCP connections reach their rate
         times: dict[str, list[float]] = {way: [] for way in ways}
         draw, began, go = random.Random(0), time.perf_counter(), torch.ones(1)
         while go.item():
@@ -191,7 +191,7 @@ def overlap_job(seconds: float, mb: float) -> dict[str, Any]:
     probe = Layers(48, mb)
     alone = stock(probe, loss_of)
     timed(alone, 2)
-    sleep = agreed(statistics.median(timed(alone, 1) for _ in range(5)))  # all gradients, with no compute at all
+    sleep = agreed(statistics.median(timed(alone, 1) for _ in range(5)))  # the sum of all gradients, without compute
     found["compute_ms"] = round(sleep * 1e3, 2)
     said = io.StringIO()
     with contextlib.ExitStack() as opened:

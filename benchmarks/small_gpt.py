@@ -1,9 +1,9 @@
-"""How low examples/nanogpt.py comes on tinyshakespeare: its held-out loss by step, and a sample.
+"""The held-out loss of examples/nanogpt.py on tinyshakespeare by step, and a sample.
 
     python benchmarks/small_gpt.py --data input.txt                  # 6,000 steps: some 20 minutes on one idle core
-    python benchmarks/small_gpt.py --data input.txt --checkpoints checkpoints/     # can be stopped, and goes on
+    python benchmarks/small_gpt.py --data input.txt --checkpoints checkpoints/     # can be stopped and resumed
 
-The JSON file is written when the run has ended. With --checkpoints the evaluations before a stop are kept beside them.
+The JSON file is written at the end. With --checkpoints the evaluations before a stop are saved beside the checkpoints.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
                 found[evaluated[1]] = float(evaluated[2])
                 if notes:
                     notes.write_text(json.dumps(found))
-            elif not line.startswith("goes on after"):
+            elif not line.startswith("resumed after"):
                 sample.append(line)
     if process.returncode:
         sys.exit(process.returncode)

@@ -1,16 +1,15 @@
-"""What an empty job takes: `paceline run` beside torchrun, and what an import takes.
+"""The time of an empty job with `paceline run` and with torchrun, and the time of an import.
 
     python benchmarks/start.py --json benchmarks/results/start.json    # 5 minutes
 
-Three jobs of two processes each, in an order drawn anew every round, each timed from the start of the launcher to its
-end: Paceline's (`start`, `close`), torchrun's (`init_process_group`, `destroy_process_group`), and torchrun's once more
-(an A/A control). Beside it, without a launcher: `import torch`, the same with `import paceline`, and with all that
-`paceline.start` loads, each in a new interpreter, to the end of that.
+Each round runs three jobs of two processes in a new random order, timed from the start to the end of the launcher:
+Paceline's (`start`, `close`), torchrun's (`init_process_group`, `destroy_process_group`), and torchrun's again (an A/A
+control). Without a launcher, each in a new interpreter: `import torch`, the same with `import paceline`, and with
+everything that `paceline.start` loads.
 
-Both the seconds and the seconds of the processor are shown, since other programs may compute at the same time. A ratio
-is the median of those within a round, with its 95% interval from a bootstrap over rounds. Memory is that of the
-launcher and of a rank that has started and waits: resident, and proportional (what several processes share is divided
-among them).
+Both wall and CPU seconds are shown, since other programs may run at the same time. A ratio is the median of the ratios
+within a round, with its 95% interval from a bootstrap over rounds. Memory is that of the launcher and of a waiting
+rank: resident, and proportional (shared pages are divided among the processes).
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ LAUNCHERS = {
 
 
 def with_port(command: list[str]) -> list[str]:
-    """torchrun's own port may be another program's."""
+    """Add a free port: another program may use torchrun's default port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return [str(probe.getsockname()[1]) if word == "PORT" else word for word in command]
 
 
 def timed(command: list[str]) -> tuple[float, float]:
-    """(seconds, seconds of the processor) of a command, with its children."""
+    """(wall seconds, CPU seconds) of a command, with its children."""
     command = with_port(command)
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120)
@@ -69,7 +68,7 @@ def timed(command: list[str]) -> tuple[float, float]:
 
 
 def in_rounds(commands: dict[str, list[str]], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """{name: {"s": ..., "cpu s": ...}}, a number for each round."""
+    """{name: {"s": ..., "cpu s": ...}}, with a number per round."""
     found: dict[str, dict[str, list[float]]] = {name: {"s": [], "cpu s": []} for name in commands}
     draw = random.Random(0)
     for number in range(rounds + 1):
@@ -82,7 +81,7 @@ def in_rounds(commands: dict[str, list[str]], rounds: int) -> dict[str, dict[str
 
 
 def compared(found: dict[str, dict[str, list[float]]], pairs: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """Medians of each, and for each pair the median of the ratios within a round with its interval."""
+    """The median of each, and for each pair the median of the ratios within a round, with its interval."""
     result: dict[str, Any] = {
         name: {what: round(statistics.median(values), 3) for what, values in of.items()} for name, of in found.items()
     }

@@ -1,14 +1,14 @@
-"""How far one iteration walks through Paceline: distinct functions, files and Python calls, in the steady state.
+"""Count Paceline's functions, files and Python calls in one training iteration, in the steady state.
 
     paceline run --nproc 2 benchmarks/walk.py [--strategy ddp] [--json FILE] [--list]
 
 A small perceptron is trained in the loop form: `for batch in loader`, `run.backward(loss)`, `run.step(optimizer)`.
-After WARM_UP steps a profiler counts the Python functions of Paceline that rank 0's main thread enters, of COUNTED
-steps. A function that runs in every one of them counts, and one that logs every 10 steps does not. Comprehensions count
-as part of the function around them; each resumption of a generator is a call.
+After WARM_UP steps a profiler counts the Python functions of Paceline that rank 0's main thread enters in COUNTED
+steps. Only functions that run in every step count, so a function that logs every 10 steps does not. Comprehensions are
+part of the function around them; each resumption of a generator is a call.
 
-Reported for each part of an iteration (the loader up to its yield, the backward, the step) and for all: functions,
-files, calls a step. --list names the functions.
+Reported for each part of an iteration (the loader up to its yield, the backward, the step) and for the whole:
+functions, files, calls per step. --list names the functions.
 """
 
 from __future__ import annotations

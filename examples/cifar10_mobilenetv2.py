@@ -4,9 +4,9 @@
     paceline run --nproc 2 examples/cifar10_mobilenetv2.py --data cifar10.zip --epochs 100 --checkpoints checkpoints/
     paceline run --nproc 2 examples/cifar10_mobilenetv2.py --optimizer adam --lr 1e-3 --weights pretrained.safetensors
 
-The network is that of Sandler et al. (2018), table 2, with two changes for images of 32 x 32 pixels: the first
-convolution and the second group do not halve the image. Batch norm is over the global batch, so that the model does
-not depend on the number of processes.
+The network follows Sandler et al. (2018), table 2, with two changes for images of 32 x 32 pixels: the first convolution
+and the second group do not halve the image. Batch norm is over the global batch, so the model does not depend on the
+number of processes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def convolution(inputs: int, outputs: int, size: int, stride: int = 1, groups: i
 
 
 class InvertedResidual(nn.Module):
-    """Wider by `expansion`, a depthwise convolution, and narrow again, without an activation at the narrow end."""
+    """Widen by `expansion`, apply a depthwise convolution, and narrow again, without an activation at the end."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, expansion: int) -> None:
         super().__init__()
@@ -69,20 +69,20 @@ def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def correct(outputs: Tensor, batch: Batch) -> Tensor:
-    return outputs.argmax(1) == batch[1]  # an entry for each image: their mean is exact, however they are cut
+    return outputs.argmax(1) == batch[1]  # one entry per image: the mean over all processes is exact
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Trains MobileNetV2 on CIFAR-10.")
     parser.add_argument("--data", type=Path, default="data/cifar-10-python.tar.gz", help="that, or cifar10.zip")
     parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--limit", type=int, help="only so many training images, and a fifth as many test images")
+    parser.add_argument("--limit", type=int, help="use this many training images, and a fifth of it as test images")
     parser.add_argument("--global-batch", type=int, default=128, help="images per step, over all processes")
     parser.add_argument("--width", type=float, default=1.0, help="multiplier of the channels")
     parser.add_argument("--optimizer", choices=("sgd", "adam"), default="sgd")
     parser.add_argument("--lr", type=float, help="default: 0.05 for sgd, 1e-3 for adam")
-    parser.add_argument("--weights", type=Path, help="begin with these, of another head too: a file of a state dict")
-    parser.add_argument("--checkpoints", type=Path, help="a folder: go on from its newest checkpoint, and save there")
+    parser.add_argument("--weights", type=Path, help="a file with a state dict to start from; its head may differ")
+    parser.add_argument("--checkpoints", type=Path, help="a folder: resume from its newest checkpoint, and save there")
     options = parser.parse_args()
     run = paceline.start(seed=0)
     model = mobilenet_v2(options.width)

@@ -1,13 +1,13 @@
-"""SimCLR (Chen et al. 2020) on CIFAR-10: two views of each image find each other among all images of the global batch.
+"""SimCLR (Chen et al. 2020) on CIFAR-10: match two views of each image among all images of the global batch.
 
     python examples/contrastive.py --data cifar10.zip
     paceline run --nproc 2 examples/contrastive.py --data cifar10.zip --limit 5000 --epochs 10
 
-A view is told apart from the other images of the batch, so that the loss needs all of them: `run.gather` joins the
-projections of all processes, and takes the gradients back. Without it a process would have fewer images to tell apart:
-another loss for each number of processes. For the same reason there is no --micro-batch.
+The loss compares a view with all other images of the global batch. `run.gather` joins the projections of all processes,
+and its backward returns the gradients to them. Without it each process would compare fewer images, so the loss would
+depend on the number of processes. For the same reason there is no --micro-batch.
 
-No label is used in training. To see what was learned, each test image gets the class of the nearest training images.
+Training uses no labels. To evaluate, each test image gets the class of the nearest training images.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NEIGHBOURS = 20
 
 
 class Views(Dataset[Tensor]):
-    """Two views (2, 3, 32, 32) of each image, by torch's generator: a part, mirrored or not, in other colours."""
+    """Two random views (2, 3, 32, 32) of each image: a crop, mirrored or not, in other colours."""
 
     def __init__(self, images: Tensor) -> None:
         self.images = images  # uint8 (n, 32, 32, 3)
@@ -42,7 +42,7 @@ class Views(Dataset[Tensor]):
         top, left = torch.randint(33 - side, (2,)).tolist()
         part = F.interpolate(image[None, :, top : top + side, left : left + side], size=32, mode="bilinear")[0]
         part = part.flip(2) if torch.rand(()) < 0.5 else part
-        if torch.rand(()) < 0.8:  # brightness, contrast, and the share of each colour
+        if torch.rand(()) < 0.8:  # brightness, contrast, and the strength of each colour
             part = (part - part.mean()) * torch.empty(()).uniform_(0.6, 1.4) + part.mean()
             part = part * torch.empty(3, 1, 1).uniform_(0.6, 1.4)
         part = part.mean(0).expand(3, -1, -1) if torch.rand(()) < 0.2 else part
@@ -63,14 +63,14 @@ def encoder(width: int) -> nn.Sequential:
 
 
 def nt_xent(z: Tensor, temperature: float) -> Tensor:
-    """z: (n, 2, d), two projections of each image. The mean over all 2 n of how badly each finds its other one."""
+    """The mean cross-entropy of matching each of 2 n projections to its partner. z: (n, 2, d), two per image."""
     z = F.normalize(z.flatten(0, 1), dim=1)  # (2 n, d)
     alike = (z @ z.T / temperature).masked_fill(torch.eye(len(z), dtype=torch.bool, device=z.device), -math.inf)
     return F.cross_entropy(alike, torch.arange(len(z), device=z.device) ^ 1)
 
 
 def nearest(run: paceline.Run, model: nn.Module, train_set: Any, test_set: Any, size: int) -> float:
-    """The share of test images whose class is that of most of the nearest training images, by the angle of features."""
+    """Test accuracy of a vote among the nearest training images, by the angle of features."""
 
     def features(model: Any, batch: Any) -> Tensor:
         return F.normalize(model[0](batch[0]), dim=1)
@@ -85,12 +85,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Learns features of CIFAR-10 without labels.")
     parser.add_argument("--data", type=Path, default="data/cifar-10-python.tar.gz", help="that, or cifar10.zip")
     parser.add_argument("--epochs", type=int, default=100)
-    parser.add_argument("--limit", type=int, help="only so many training images, and a fifth as many test images")
+    parser.add_argument("--limit", type=int, help="use this many training images, and a fifth of it as test images")
     parser.add_argument("--global-batch", type=int, default=256, help="images per step, over all processes")
     parser.add_argument("--width", type=int, default=64, help="channels of the first convolution")
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--temperature", type=float, default=0.5)
-    parser.add_argument("--every", type=int, default=5, help="look at the features each time after so many epochs")
+    parser.add_argument("--every", type=int, default=5, help="evaluate the features every so many epochs")
     options = parser.parse_args()
     try:
         train_set, test_set = load(options.data, options.limit)

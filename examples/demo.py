@@ -1,4 +1,4 @@
-"""`make demo`: trains examples/digits.py on one process and on two, and compares the models, and then each step."""
+"""`make demo`: trains examples/digits.py on one process and on two, and compares the models and each step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ BOUND = 1e-5
 WHY = """\
 Both runs add the same numbers, in another order: after 180 steps in fp32 their weights differ by rounding, by less
 than 1e-6 where this was written. What is wrong shows: a gradient 1% too small moves a weight by 8e-3, another global
-batch by 3e-2, batch norm over each process's own examples by 5e-2. The bound lies between."""
+batch by 3e-2, batch norm over each process's own examples by 5e-2. The bound is between the two."""
 
 
 def run(command: str, processes: int, options: list[str], arguments: list[str]) -> int:
     """`paceline COMMAND` with the example and its arguments. Returns the exit code."""
     paceline, script = Path(sys.executable).with_name("paceline"), Path(__file__).with_name("digits.py")
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # so that a process stands for a device of fixed speed
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # each process imitates a device of fixed speed
     called = [str(paceline), command, "--nproc", str(processes), *options, str(script), *arguments]
     return subprocess.run(called, env=one_thread).returncode
 
 
 def train(processes: int, folder: Path, arguments: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Runs the example on so many processes. Returns its results and its weights."""
+    """Runs the example on this number of processes. Returns its results and its weights."""
     out = folder / f"{processes}.safetensors"
     code = run("run", processes, [], [*arguments, "--out", str(out)])
     if code:

@@ -4,7 +4,7 @@
     paceline run --nproc 2 examples/detect.py --data bccd.zip --checkpoints checkpoints/
     python examples/detect.py --data bccd.zip --evaluate detector.safetensors
 
-Beside it: the data (detect_voc.py, detect_data.py), mosaics and batches of several sizes (detect_mosaic.py), the
+Its modules: the data (detect_voc.py, detect_data.py), mosaics and batches of several sizes (detect_mosaic.py), the
 network (detect_model.py, detect_boxes.py), the loss (detect_loss.py), COCO's mean average precision (detect_scores.py).
 """
 
@@ -42,23 +42,23 @@ def main() -> None:
     parser.add_argument("--classes", nargs="+", default=["RBC", "WBC", "Platelets"])
     parser.add_argument("--train-list", default="trainval")
     parser.add_argument("--test-list", default="test")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="decoded images are kept in this folder")
-    parser.add_argument("--size", type=size, default="256x192", help="of the canvas that images are made to fit")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="keep decoded images in this folder")
+    parser.add_argument("--size", type=size, default="256x192", help="size of the canvas that images are scaled to")
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--global-batch", type=int, default=16, help="images per step, over all processes")
-    parser.add_argument("--workers", type=int, default=0, help="processes that make mosaics, for each process")
+    parser.add_argument("--workers", type=int, default=0, help="loader workers per process, which make mosaics")
     parser.add_argument("--width", type=int, default=16, help="channels after the first convolution")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--every", type=int, default=20, help="evaluate, and save, each time after so many epochs")
-    parser.add_argument("--checkpoints", type=Path, help="a folder: go on from its newest checkpoint, and save there")
-    parser.add_argument("--export", type=Path, help="write the averaged weights into this file")
-    parser.add_argument("--evaluate", type=Path, help="train nothing; score the weights of this file")
-    parser.add_argument("--picture", type=Path, help="draw six images of the test list with the boxes that were found")
+    parser.add_argument("--every", type=int, default=20, help="evaluate and save every so many epochs")
+    parser.add_argument("--checkpoints", type=Path, help="a folder: resume from its newest checkpoint, and save there")
+    parser.add_argument("--export", type=Path, help="write the averaged weights to this file")
+    parser.add_argument("--evaluate", type=Path, help="do not train; evaluate the weights in this file")
+    parser.add_argument("--picture", type=Path, help="draw six test images with the detected boxes")
     options = parser.parse_args()
 
     run = paceline.start(seed=0)
     try:
-        with run.main_first():  # the first process of a machine decodes the images, and the others find them
+        with run.main_first():  # one process per machine decodes the images; the others read them
             train_images, test_images = (
                 load(options.data, part, options.classes, options.size, options.cache)
                 for part in (options.train_list, options.test_list)
@@ -72,7 +72,7 @@ def main() -> None:
     test = Detections(test_images)
 
     def report(what: str, scored: nn.Module) -> None:
-        # One image at a time, so that no score depends, in its last bit, on how many processes share them.
+        # One image at a time, so that scores are the same to the last bit on any number of processes.
         one_each: dict[str, Any] = {"global_batch": run.world_size, "micro_batch": 1, "collate_fn": collate}
         found = run.predict(scored, test, fn=lambda model, batch: detect(model, batch[0]), **one_each)
         scores = average_precision(in_pixels(found, test_images), test_images) if run.main else {}
@@ -93,7 +93,7 @@ def main() -> None:
     averaged = AveragedModel(model, avg_fn=average, use_buffers=True)
     run.track(averaged=averaged)
     if options.checkpoints and run.restore(options.checkpoints, missing_ok=True):
-        run.print(f"goes on after step {run.steps}")
+        run.print(f"resumed after step {run.steps}")
     for epoch in run.epochs(options.epochs):
         for batch in train:
             run.forward_backward(loss_fn, model, batch)

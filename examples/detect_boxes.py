@@ -1,4 +1,4 @@
-"""The arithmetic of boxes, and how a detector's output becomes boxes."""
+"""Box arithmetic, and the conversion of a detector's output to boxes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 STRIDES = 8, 16, 32  # of the detector's three scales, in pixels
-CANDIDATES = 300  # of an image, before those that overlap are left out
+CANDIDATES = 300  # boxes per image before overlapping boxes are removed
 
 
 def area(boxes: Tensor) -> Tensor:
@@ -41,8 +41,8 @@ def overlap(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def detect(model: nn.Module, images: Tensor, least: float = 0.05, most_overlap: float = 0.6) -> list[Tensor]:
-    """For each image (boxes, 6): left, top, right, bottom, score, class; the highest score first. Of two boxes of a
-    class that overlap by more than `most_overlap` the one with the lower score is left out."""
+    """For each image (boxes, 6): left, top, right, bottom, score, class; the highest score first. If two boxes of a
+    class overlap by more than `most_overlap`, the box with the lower score is removed."""
     found = model(images)
     boxes, scores = corners(found, *cells(images)), found[..., 4:].sigmoid()
     results = []

@@ -1,7 +1,7 @@
-"""Images with boxes, made to fit a canvas of one size, from a zip in the layout of Pascal VOC (detect_voc.py).
+"""Images with boxes, scaled to a canvas of fixed size, from a zip in the layout of Pascal VOC (detect_voc.py).
 
 https://github.com/Shenggan/BCCD_Dataset has 364 images of blood cells, of 640 x 480 pixels: zip its folder BCCD.
-Images are decoded once for each machine, into a file that all processes read.
+Images are decoded once per machine, into a file that all processes read.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 Array = np.ndarray[Any, Any]
-GREY = 114  # what fills the canvas beside an image of another shape
+GREY = 114  # fills the rest of the canvas
 
 
 class Letterbox(NamedTuple):
-    """How an image of `width` x `height` pixels lies on the canvas: pixel x of the image is at left + scale * x."""
+    """The position of an image of `width` x `height` pixels on the canvas: pixel x is at left + scale * x."""
 
     width: int
     height: int
@@ -39,14 +39,14 @@ class Images(NamedTuple):
     """A list of images, on a canvas of one size."""
 
     pixels: Tensor  # (images, 3, height, width) uint8
-    boxes: list[Tensor]  # of each image (boxes, 5): class, left, top, right, bottom, in pixels of the image as it was
+    boxes: list[Tensor]  # per image (boxes, 5): class, left, top, right, bottom, in pixels of the original image
     letterboxes: list[Letterbox]
     classes: Sequence[str]
 
 
 def load(path: Path, part: str, classes: Sequence[str], size: tuple[int, int], cache: Path) -> Images:
-    """The images of a list. size: (width, height) of the canvas. cache: the folder for decoded images, which are read
-    from there the next time. Raises DataError."""
+    """The images of a list. size: (width, height) of the canvas. cache: the folder for decoded images, for the next
+    time. Raises DataError."""
     check(path)
     with zipfile.ZipFile(path) as archive:
         pairs = members(archive, part)
@@ -60,14 +60,14 @@ def load(path: Path, part: str, classes: Sequence[str], size: tuple[int, int], c
             unfinished = file.with_suffix(f".{os.getpid()}")
             with unfinished.open("wb") as opened:
                 np.save(opened, np.stack(canvases))
-            unfinished.replace(file)  # so that a run that is stopped here leaves no half of a file
+            unfinished.replace(file)  # a run that is stopped here leaves no partial file
     pixels = torch.from_numpy(np.load(file, mmap_mode="c"))  # all processes of a machine share the pages
     boxes = [torch.tensor(rows, dtype=torch.float32).reshape(-1, 5) for *_, rows in read]
     return Images(pixels, boxes, letterboxes, classes)
 
 
 def check_classes(images: Images, path: Path) -> None:
-    """Raises DataError where a class has no box to learn from."""
+    """Raises DataError if a class has no boxes."""
     found = {int(label) for boxes in images.boxes for label in boxes[:, 0].tolist()}
     missing = [name for number, name in enumerate(images.classes) if number not in found]
     if missing:
@@ -98,7 +98,7 @@ def letterbox(width: int, height: int, size: tuple[int, int]) -> Letterbox:
 
 
 def canvas(archive: zipfile.ZipFile, member: str, box: Letterbox, size: tuple[int, int]) -> Array:
-    """uint8 (3, height, width): the image, made to fit, on grey."""
+    """uint8 (3, height, width): the scaled image on grey."""
     try:
         from PIL import Image
     except ImportError:

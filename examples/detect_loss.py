@@ -1,13 +1,12 @@
-"""The loss of a detector: which cell answers for which box, and how far it is from it.
+"""The loss of a detector: assigns boxes to cells, and measures the error of each cell.
 
-A box belongs to the scale of its size, and there to the cells within it whose centres are at most 1.5 strides from its
-own; of several boxes a cell has the smallest (Tian et al. 2019, "FCOS", sections 3.2 and 4.2). The assignment does not
-depend on the predictions. Scores learn the overlap with the box (Li et al. 2020, "Generalized Focal Loss", equation 5),
-corners learn GIoU.
+A box belongs to the scale of its size, and there to the cells inside the box with centres at most 1.5 strides from the
+box's centre. If several boxes match, a cell gets the smallest (Tian et al. 2019, "FCOS", sections 3.2 and 4.2). The
+assignment does not depend on the predictions. Scores learn the overlap with the box (Li et al. 2020, "Generalized Focal
+Loss", equation 5), corners learn GIoU.
 
-The loss is a mean over the cells that have a box, and how many these are differs from image to image. So loss_fn gives
-the sum and the count, and Paceline divides by the count of the global batch. (Where a global batch has no box at all,
-the step changes nothing: there is nothing to divide by.)
+The loss is a mean over the cells with a box. Their number differs between images, so loss_fn returns the sum and the
+count, and Paceline divides by the count of the global batch. (A global batch without boxes changes nothing.)
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.nn import functional as F
 import paceline
 
 RADIUS = 1.5  # in strides
-LARGEST = 8  # a scale's boxes are at most so many strides long; those of the last one may be longer
+LARGEST = 8  # the longest box of a scale, in strides; the last scale has no limit
 CORNERS = 2.0  # the weight of GIoU
 
 

@@ -1,8 +1,8 @@
 """A small detector without anchors: a CSP backbone, a path down and up through three scales, and a head for each.
 
-Cross stage partial blocks are those of Wang et al. (2020), "CSPNet"; the two paths those of Liu et al. (2018), "Path
-Aggregation Network". Each cell of a scale gives the distances from its centre to the four sides of a box, in units of
-its stride and as logarithms, and a score for each class (Tian et al. 2019, "FCOS").
+Cross stage partial blocks are from Wang et al. (2020), "CSPNet"; the two paths are from Liu et al. (2018), "Path
+Aggregation Network". Each cell of a scale predicts the distances from its centre to the four sides of a box, as
+logarithms in units of its stride, and a score for each class (Tian et al. 2019, "FCOS").
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ class Detector(nn.Module):
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Biases and the weights of batch norms are vectors, and are not decayed."""
+    """No weight decay for biases and batch norm weights, which are vectors."""
     kernels, vectors = ([p for p in model.parameters() if (p.ndim > 1) is whole] for whole in (True, False))
     return [{"params": kernels, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
 
 def average(mean: Tensor, weights: Tensor, updates: Tensor | int) -> Tensor:
-    """An exponential moving average, which at first forgets faster: so it is not of the weights as they were drawn."""
+    """An exponential moving average with a faster decay at first, so that it forgets the initial weights."""
     decay = min(0.995, (1 + int(updates)) / (10 + int(updates)))
     return mean * decay + weights * (1 - decay)

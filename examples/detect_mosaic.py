@@ -1,8 +1,8 @@
-"""What a detector is trained on: mosaics, mirrored and cut images, and batches of several sizes.
+"""The training data of a detector: mosaics, mirrored and cropped images, and batches of several sizes.
 
-Every draw is the same on any number of processes and workers. Those of an example (with torch, in `__getitem__`) are
-keyed by (seed, epoch, example). The size of a batch is drawn once, with `random`, in the collate function, where
-Paceline sets that generator by (seed, epoch, step): all parts of a global batch get the same size, micro-batches too.
+All random numbers are the same on any number of processes and workers. In `__getitem__` Paceline seeds torch by (seed,
+epoch, example). The size of a batch is drawn with `random` in the collate function, where Paceline seeds that generator
+by (seed, epoch, step): all shards and micro-batches of a global batch get the same size.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch.utils.data import Dataset
 Example = tuple[Tensor, Tensor]  # uint8 (3, height, width); (boxes, 5): class, left, top, right, bottom on the canvas
 Batch = tuple[Tensor, list[Tensor]]  # floats (images, 3, height, width); the boxes of each image
 SCALES = 0.875, 1.0, 1.125
-LEFT_OF = 0.3  # a box of which less is left in the cut image is not asked for
+LEFT_OF = 0.3  # boxes with less than this fraction left in the crop are dropped
 
 
 class Detections(Dataset[Example]):
-    """The images as they lie on the canvas; or, with `mosaic`, that share as mosaics, and all cut and mirrored."""
+    """The images on the canvas. mosaic: the fraction of images to make mosaics; then all are cropped and mirrored."""
 
     def __init__(self, images: Images, mosaic: float | None = None) -> None:
         self.images, self.mosaic = images, mosaic
@@ -59,7 +59,7 @@ class Detections(Dataset[Example]):
         return whole, boxes
 
     def cut(self, index: int, width: int, height: int) -> Example:
-        """A random piece of an image, up to 1.4 times enlarged or as much reduced, that fills width x height."""
+        """A random crop of an image that fills width x height, scaled by a factor between 1 / 1.4 and 1.4."""
         pixels, boxes = self.images.pixels[index], self.boxes[index]
         least = max(width / pixels.shape[2], height / pixels.shape[1], 1 / 1.4)
         scale = least + (1.4 - least) * float(torch.rand(())) if least < 1.4 else least
@@ -85,13 +85,13 @@ def mirrored(boxes: Tensor, axis: int, length: int) -> Tensor:
 
 
 def collate(examples: list[Example]) -> Batch:
-    """Images from 0 to 1; the boxes stay a list, since images have unequally many."""
+    """Images from 0 to 1; boxes as a list, since their number differs between images."""
     images, boxes = zip(*examples)
     return torch.stack(images).to(torch.get_default_dtype()) / 255, list(boxes)
 
 
 def collate_scaled(examples: list[Example]) -> Batch:
-    """The same, at one of SCALES, which is drawn for the whole global batch."""
+    """The same, at one of SCALES, drawn once per global batch."""
     images, boxes = collate(examples)
     scale = random.choice(SCALES)
     height, width = (round(side * scale / 8) * 8 for side in images.shape[2:])

@@ -1,4 +1,4 @@
-"""How good detections are (COCO's mean average precision, by pycocotools), and what they look like."""
+"""Evaluate detections (COCO's mean average precision, with pycocotools), and draw them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COLOURS = "#e41a1c", "#1f4fbf", "#ffd500", "#2ca02c", "#9467bd", "#ff7f0e"
 
 
 def in_pixels(found: Sequence[Tensor], images: Images) -> list[Tensor]:
-    """Boxes on the canvas -> boxes on the images as they were."""
+    """Convert boxes on the canvas to boxes on the original images."""
     moved = []
     for boxes, box in zip(found, images.letterboxes, strict=True):
         shift = boxes.new_tensor([box.left, box.top, box.left, box.top])
@@ -30,7 +30,7 @@ def in_pixels(found: Sequence[Tensor], images: Images) -> list[Tensor]:
 
 
 def average_precision(found: Sequence[Tensor], images: Images) -> dict[str, float]:
-    """mAP@0.5:0.95 and mAP@0.5, and of each class that has boxes AP@0.5.
+    """mAP@0.5:0.95, mAP@0.5, and AP@0.5 of each class with boxes.
 
     found: for each image (boxes, 6): left, top, right, bottom in its pixels, score, class.
     """
@@ -45,12 +45,12 @@ def average_precision(found: Sequence[Tensor], images: Images) -> dict[str, floa
             one = {"image_id": image, "category_id": int(label) + 1, "score": score}
             results.append(one | {"bbox": [left, top, right - left, bottom - top]})
     categories = [{"id": number, "name": name} for number, name in enumerate(images.classes, start=1)]
-    with contextlib.redirect_stdout(io.StringIO()):  # it tells of each of its steps
+    with contextlib.redirect_stdout(io.StringIO()):  # suppress pycocotools' output
         coco = COCO()
         coco.dataset = {"info": {}, "images": [{"id": i + 1} for i in range(len(found))], "annotations": truth}
         coco.dataset["categories"] = categories
         coco.createIndex()
-        if not results:  # which loadRes cannot take
+        if not results:  # loadRes fails on an empty list
             return {"mAP@0.5:0.95": 0.0, "mAP@0.5": 0.0}
         scored = COCOeval(coco, coco.loadRes(results), "bbox")
         scored.evaluate()
@@ -67,7 +67,7 @@ def average_precision(found: Sequence[Tensor], images: Images) -> dict[str, floa
 
 
 def draw(path: Path, found: Sequence[Tensor], images: Images, columns: int = 3, least: float = 0.4) -> None:
-    """A sheet of images with the boxes of a score above `least`, and a legend. found: as they lie on the canvas."""
+    """A sheet of images with a legend and the boxes with a score above `least`. found: boxes on the canvas."""
     from PIL import Image, ImageDraw
 
     zoom = max(1, 320 // images.pixels.shape[3])

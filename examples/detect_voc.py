@@ -1,6 +1,6 @@
-"""The layout of Pascal VOC in a zip: lists of images, and an annotation of the boxes of each image.
+"""Read a zip in the layout of Pascal VOC: lists of images, and an annotation of the boxes of each image.
 
-<folder>/ImageSets/Main/<list>.txt     the names of the images of a list, one a line
+<folder>/ImageSets/Main/<list>.txt     the names of the images of a list, one per line
 <folder>/JPEGImages/<name>.jpg         needs Pillow
 <folder>/Annotations/<name>.xml        the size of the image; class and corners of each box
 """
@@ -18,7 +18,7 @@ Row = tuple[int, float, float, float, float]  # class, left, top, right, bottom
 
 
 class DataError(Exception):
-    """The file is not there, or not what it should be."""
+    """The file is missing, or not as expected."""
 
 
 def check(path: Path) -> None:
@@ -31,7 +31,7 @@ def check(path: Path) -> None:
 
 
 def members(archive: zipfile.ZipFile, part: str) -> list[tuple[str, str]]:
-    """The members with the image and the annotation of each image of a list. Raises DataError."""
+    """The zip's members for each image of a list: the image and its annotation. Raises DataError."""
     path, present = archive.filename, set(archive.namelist())
     lists = {Path(name).stem: name for name in sorted(present) if LISTS in name and name.endswith(".txt")}
     if part not in lists:

@@ -5,9 +5,9 @@
 
 The data are the 1,797 grey 8 x 8 images that come with scikit-learn. Everything below is written for one device.
 
-The activations are smooth (SiLU) so that runs can be compared by their weights: two ways of adding the same numbers
-differ in the last bit, and a ReLU whose input is that close to zero turns the bit into another gradient. With ReLU the
-models are as good, but after 180 steps their weights differ by 7e-2 where with SiLU they differ by 4e-7.
+The activations are smooth (SiLU) so that you can compare the weights of two runs. Adding the same numbers in another
+order changes the last bit, and a ReLU with an input that close to zero turns this bit into another gradient. With ReLU
+the models are equally good, but after 180 steps their weights differ by 7e-2; with SiLU they differ by 4e-7.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TEST_EXAMPLES = 297
 
 
 def digits(data: Path | None) -> tuple[TensorDataset, TensorDataset]:
-    """Training and test set of (image (1, 8, 8) from 0 to 1, label). data: an .npz with images and target, or None."""
+    """Training and test set: (image (1, 8, 8) from 0 to 1, label). data: an .npz with images and target, or None."""
     if data and not data.is_file():
         raise SystemExit(f"{data} is not there. Without --data the digits that come with scikit-learn are used.")
     source = np.load(data) if data else load_digits()
@@ -44,7 +44,7 @@ def digits(data: Path | None) -> tuple[TensorDataset, TensorDataset]:
 
 
 def block(channels_in: int, channels_out: int) -> list[nn.Module]:
-    conv = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False)  # batch norm would take a bias away again
+    conv = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False)  # batch norm would remove a bias
     return [conv, nn.BatchNorm2d(channels_out), nn.SiLU()]
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="an .npz file with images and target (default: scikit-learn's)")
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--global-batch", type=int, default=100, help="examples per step, over all processes")
-    parser.add_argument("--out", type=Path, help="write the weights here, and the results beside them as .json")
+    parser.add_argument("--out", type=Path, help="write the weights to this file, and the results to a .json beside it")
     options = parser.parse_args()
 
     run = paceline.start(seed=0)
@@ -84,7 +84,7 @@ def main() -> None:
             right += int((model(images).argmax(1) == labels).sum())
             seen += len(labels)
         model.train()
-        return run.ratio(right, seen)  # exact: every test example counts once, on however many processes
+        return run.ratio(right, seen)  # exact: every test example counts once, on any number of processes
 
     started, score = time.perf_counter(), 0.0
     for epoch in run.epochs(options.epochs):
@@ -92,7 +92,7 @@ def main() -> None:
             run.forward_backward(loss_fn, model, batch)
             run.step(optimizer)
         score = accuracy()
-        run.print(f"epoch {epoch + 1:2}  test accuracy {score:.4f}")  # the loss is shown without being asked
+        run.print(f"epoch {epoch + 1:2}  test accuracy {score:.4f}")  # Paceline prints the loss itself
     seconds = time.perf_counter() - started
 
     if options.out:

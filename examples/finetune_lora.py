@@ -1,11 +1,11 @@
-"""A BERT or ALBERT, fine-tuned with LoRA (Hugging Face's PEFT) to tell of which article a paragraph is.
+"""Fine-tune a BERT or ALBERT with LoRA (Hugging Face's PEFT) to predict the article of a paragraph.
 
     python examples/finetune_lora.py --data wikitext-2/ --model models/bert-wikitext --save models/articles
     paceline run --nproc 2 --strategy fsdp examples/finetune_lora.py --data wikitext-2/ --model models/bert-wikitext
 
-The model is one that bert_mlm.py saved, or any checkpoint. It is frozen but for the new classifier and the small
-matrices that LoRA adds, and only these are saved. Batches are the dictionaries of `datasets`, padded to their longest
-paragraph. The model's own loss is a mean over examples, which needs no more than being returned.
+The model comes from bert_mlm.py, or from any checkpoint. Only the new classifier and LoRA's small matrices are trained
+and saved; the rest is frozen. Batches are the dictionaries of `datasets`, padded to their longest paragraph. The model
+computes a mean over examples as its loss, so loss_fn just returns it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from wikitext import DataError, load, paragraphs
 import paceline
 
 LONGEST = 128  # tokens of a paragraph
-NEW = ["pooler", "classifier"]  # not in a masked language model: drawn anew, so that they are trained and saved whole
+NEW = ["pooler", "classifier"]  # not in a masked language model, so they are trained from scratch and saved whole
 
 
 def labelled(data: Path, classes: int) -> tuple[list[str], Dataset, Dataset]:
-    """The titles of the longest articles, their paragraphs for training, and every fifth one for the test."""
+    """The titles of the longest articles, and their paragraphs: every fifth to test, the others to train."""
     found = [(title, text) for title, text in paragraphs(data) if title and "<unk>" not in title and len(text) > 100]
     titles = [title for title, _ in Counter(title for title, _ in found).most_common(classes)]
     if len(titles) < 2:
@@ -47,15 +47,15 @@ def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tunes a classifier of paragraphs with LoRA.")
-    parser.add_argument("--data", type=Path, default="data/wikitext-2", help="WikiText, or a folder of it")
+    parser.add_argument("--data", type=Path, default="data/wikitext-2", help="a file of WikiText, or a folder of them")
     parser.add_argument("--model", default="models/bert", help="a folder with a model and its tokenizer")
-    parser.add_argument("--classes", type=int, default=20, help="articles to tell apart")
+    parser.add_argument("--classes", type=int, default=20, help="number of articles to distinguish")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--global-batch", type=int, default=32, help="paragraphs per step, over all processes")
     parser.add_argument("--micro-batch", type=int, help="paragraphs that one process computes at once (default: all)")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--checkpoints", type=Path, help="a folder: go on from its newest checkpoint, and save there")
-    parser.add_argument("--save", type=Path, help="write the adapter into this folder")
+    parser.add_argument("--checkpoints", type=Path, help="a folder: resume from its newest checkpoint, and save there")
+    parser.add_argument("--save", type=Path, help="save the adapter in this folder")
     options = parser.parse_args()
 
     run = paceline.start(seed=0, noise="example")
@@ -70,7 +70,7 @@ def main() -> None:
         return tokenizer(rows["text"], truncation=True, max_length=LONGEST)
 
     how: dict[str, Any] = {"batched": True, "remove_columns": ["text"]}
-    with run.main_first():  # the others find what rank 0 has tokenized in the cache
+    with run.main_first():  # rank 0 tokenizes; the others read its cache
         train_set, test_set = (data.map(tokenize, **how).with_format("torch") for data in (train_set, test_set))
     sizes: dict[str, Any] = {"global_batch": options.global_batch, "collate_fn": DataCollatorWithPadding(tokenizer)}
     train = run.loader(train_set, **sizes, micro_batch=options.micro_batch, shuffle=True)
@@ -82,7 +82,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=options.lr)
     model, optimizer = run.prepare(model, optimizer)
     if options.checkpoints and run.restore(options.checkpoints, missing_ok=True):
-        run.print(f"goes on after step {run.steps}")
+        run.print(f"resumed after step {run.steps}")
 
     @torch.no_grad()
     def accuracy() -> float:
@@ -106,9 +106,9 @@ def main() -> None:
 
     if options.save:
         whole = options.save / "whole" / "model.safetensors"
-        run.export(whole)  # the frozen part too, under every strategy
+        run.export(whole)  # including the frozen part, under every strategy
         if run.main:
-            model.save_pretrained(options.save, state_dict=load_file(whole))  # the adapter alone
+            model.save_pretrained(options.save, state_dict=load_file(whole))  # only the adapter
             base, _ = load(AutoModelForSequenceClassification, options.model, **head)
             merged = PeftModel.from_pretrained(base, str(options.save)).merge_and_unload()
             merged.save_pretrained(options.save / "merged")  # a plain model, for from_pretrained

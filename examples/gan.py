@@ -1,15 +1,15 @@
-"""DCGAN (Radford et al. 2016): a generator and a discriminator, an optimizer each, trained in turns.
+"""DCGAN (Radford et al. 2016): a generator and a discriminator, each with an optimizer, trained alternately.
 
     python examples/gan.py                                        # the 8 x 8 digits that come with scikit-learn
     paceline run --nproc 2 examples/gan.py --sheet samples.png
     paceline run --nproc 8 examples/gan.py --data cifar-10-python.tar.gz --width 64 --epochs 100    # on GPUs
 
-Each backward names its optimizer, and reaches that one's weights alone. With noise="example" the generator's noise
-belongs to the image of the batch beside which it is drawn: the same on any number of processes. There is no
---micro-batch: what the generator learns would depend on how much of the batch the discriminator has seen by then.
+Each backward names its optimizer, and only changes that optimizer's gradients. With noise="example" the generator's
+noise is keyed by the images of the batch, so it is the same on any number of processes. There is no --micro-batch: the
+generator's update would depend on how much of the batch the discriminator has already used.
 
-Printed is the Frechet distance between pictures and test images as normal distributions of at most 8 x 8 pixels: FID's
-formula (Heusel et al. 2017) without its network, not to be compared with FID. Training images show what can be reached.
+The script prints the Frechet distance between generated and test images, as normal distributions of at most 8 x 8
+pixels: FID's formula (Heusel et al. 2017) without its network. The training images show the best possible value.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ LATENT = 64
 
 
 def images(data: Path | None) -> tuple[Tensor, ...]:
-    """Training and test images (n, channels, side, side) from -1 to 1. Raises DataError for another file."""
+    """Training and test images (n, channels, side, side) from -1 to 1. Raises DataError for other files."""
     if data is None:
         return tuple(2 * part.tensors[0] - 1 for part in digits(None))
     return tuple(part.images.permute(0, 3, 1, 2) / 127.5 - 1 for part in load(data))
 
 
 def networks(channels: int, side: int, width: int) -> tuple[nn.Sequential, nn.Sequential]:
-    """Generator: (n, LATENT) to images. Discriminator: images to (n, 1). Each doubling of 4 x 4 has a layer in both."""
+    """Generator: (n, LATENT) -> images. Discriminator: images -> (n, 1). Both have a layer per doubling from 4 x 4."""
     wide, generator, discriminator = width, list[nn.Module](), list[nn.Module]()
-    while side > 4:  # the generator from its end, the discriminator from its beginning
+    while side > 4:  # build the generator from its end, the discriminator from its beginning
         side, inner = side // 2, wide // 2 if generator else channels
         after = [nn.BatchNorm2d(inner), nn.ReLU()] if generator else [nn.Tanh()]
         generator[:0] = [nn.ConvTranspose2d(wide, inner, 4, 2, 1, bias=not generator), *after]
@@ -57,12 +57,12 @@ def frechet(one: Tensor, other: Tensor) -> float:
     values, vectors = torch.linalg.eigh(torch.cov(one))
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     cross = torch.linalg.eigvalsh(root @ torch.cov(other) @ root).clamp(min=0).sqrt().sum()
-    apart = (one.mean(1) - other.mean(1)).square().sum()
-    return float(apart + torch.cov(one).trace() + torch.cov(other).trace() - 2 * cross)
+    means = (one.mean(1) - other.mean(1)).square().sum()
+    return float(means + torch.cov(one).trace() + torch.cov(other).trace() - 2 * cross)
 
 
 def write_sheet(file: Path, pictures: Tensor) -> None:
-    """Eight pictures in a row, enlarged to about 64 x 64."""
+    """Write an image with eight pictures per row, each enlarged to about 64 x 64."""
     from PIL import Image
 
     scaled = F.interpolate((pictures + 1) / 2, scale_factor=max(64 // pictures.shape[-1], 1))
@@ -78,8 +78,8 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=50, help="images per step, over all processes")
     parser.add_argument("--width", type=int, default=32, help="channels of the layer at the image")
     parser.add_argument("--lr", type=float, default=5e-4)
-    parser.add_argument("--every", type=int, default=10, help="evaluate each time after so many epochs")
-    parser.add_argument("--sheet", type=Path, help="write a picture of 64 samples here (needs Pillow)")
+    parser.add_argument("--every", type=int, default=10, help="evaluate every so many epochs")
+    parser.add_argument("--sheet", type=Path, help="write an image of 64 samples to this file (needs Pillow)")
     options = parser.parse_args()
     try:
         train, test = images(options.data)

@@ -1,10 +1,10 @@
-"""A small GPT on the characters of a text, in the manner of nanoGPT: random pieces of one long array, no DataLoader.
+"""A small GPT on the characters of a text, in the style of nanoGPT: random pieces of one long array, no DataLoader.
 
     python examples/nanogpt.py --data input.txt
     paceline run --nproc 2 examples/nanogpt.py --data input.txt --micro-batch 8 --checkpoints checkpoints/
     paceline run --nproc 8 --compile --precision bf16 examples/nanogpt.py --data input.txt      # on GPUs
 
---micro-batch is gradient accumulation: the global batch, and with it the model, stays as it is.
+--micro-batch is gradient accumulation: it changes neither the global batch nor the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import paceline
 
 
 class Block(nn.Module):
-    """Attention to what came before, then an MLP, each added to its input."""
+    """Causal attention, then an MLP, each added to its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class GPT(nn.Module):
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks, self.norm = nn.ModuleList(Block(width) for _ in range(layers)), nn.LayerNorm(width)
         for name, p in self.named_parameters():
-            if p.dim() > 1:  # section 2.3: what is added to the residual path starts smaller
+            if p.dim() > 1:  # section 2.3: smaller initial weights on the residual path
                 added = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(p, std=0.02 / (math.sqrt(2 * layers) if added else 1.0))
 
@@ -68,13 +68,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a small GPT on random pieces of a text.")
     parser.add_argument("--data", type=Path, default="data/tinyshakespeare/input.txt", help="a text, or a folder")
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--global-batch", type=int, default=32, help="pieces a step, over all processes")
+    parser.add_argument("--global-batch", type=int, default=32, help="pieces per step, over all processes")
     parser.add_argument("--micro-batch", type=int, help="pieces that one process computes at once (default: all)")
-    parser.add_argument("--length", type=int, default=128, help="characters of a piece")
+    parser.add_argument("--length", type=int, default=128, help="characters in a piece")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
-    parser.add_argument("--every", type=int, default=250, help="evaluate, and save, each time after so many steps")
-    parser.add_argument("--checkpoints", type=Path, help="a folder: go on from its newest checkpoint, and save there")
+    parser.add_argument("--every", type=int, default=250, help="evaluate and save every so many steps")
+    parser.add_argument("--checkpoints", type=Path, help="a folder: resume from its newest checkpoint, and save there")
     options = parser.parse_args()
     length = options.length
     try:
@@ -98,9 +98,9 @@ def main() -> None:
     groups = [{"params": some, "weight_decay": how} for some, how in zip(decay, (0.1, 0.0))]
     model, optimizer = run.prepare(model, torch.optim.AdamW(groups, betas=(0.9, 0.95)))
     if options.checkpoints and run.restore(options.checkpoints, missing_ok=True):
-        run.print(f"goes on after step {run.steps}")
+        run.print(f"resumed after step {run.steps}")
     for x, y in batches:
-        for group in optimizer.param_groups:  # a rise over 100 steps, then a cosine down to a tenth
+        for group in optimizer.param_groups:  # warm up over 100 steps, then a cosine down to a tenth
             share = 0.55 + 0.45 * math.cos(math.pi * run.steps / options.steps)
             group["lr"] = 2e-3 * min((run.steps + 1) / 100, share)
         run.backward(F.cross_entropy(model(x).flatten(0, 1), y.flatten()))

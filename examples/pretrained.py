@@ -1,7 +1,7 @@
-"""Weights from a file into a model whose head is another: what fits is loaded, and the rest is listed.
+"""Load weights from a file into a model with a different head: load the tensors that fit, and list the rest.
 
-`load_state_dict(weights, strict=False)` alone passes over names in silence, and fails where a name is there and its
-shape is another, as that of a head for 1000 classes is.
+`load_state_dict(weights, strict=False)` alone ignores unknown names silently, and fails if a name exists with another
+shape, such as a head for 1000 classes.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 
 class WeightsError(Exception):
-    """The file is not there, or holds nothing for this model."""
+    """The file is missing, or holds no weights for this model."""
 
 
 def read(file: Path) -> dict[str, Tensor]:
-    """A state dict, from safetensors or from torch.save: tensors only, nothing in the file is run."""
+    """Read a state dict from safetensors or torch.save. Tensors only: runs no code from the file."""
     if not file.is_file():
         raise WeightsError(f"--weights {file}: there is no such file. run.export, or torch.save(model.state_dict(), "
                            "FILE), writes one.")  # fmt: skip
@@ -26,7 +26,7 @@ def read(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)
         found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # what is no pickle makes its reader fail in any way
+    except Exception as error:  # a file that is not a pickle may raise anything
         said = (str(error).splitlines() or [""])[0]
         raise WeightsError(f"--weights {file} is neither safetensors nor a state dict of torch.save. run.export, or "
                            "torch.save(model.state_dict(), FILE), writes one. "
@@ -38,8 +38,8 @@ def read(file: Path) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, file: Path) -> list[str]:
-    """Loads the tensors that the model has under the same name with the same shape. Returns a line for each that was
-    skipped, and for each of the model's own that keeps its first values. Raises WeightsError."""
+    """Load the tensors with the same name and shape as in the model. Returns a line for each skipped tensor, and for
+    each tensor of the model that keeps its initial values. Raises WeightsError."""
     given, own = read(file), model.state_dict()
     fitting = {name: value for name, value in given.items() if name in own and own[name].shape == value.shape}
     if not fitting:

@@ -1,13 +1,12 @@
-"""A ResNet on CIFAR-10 with a large batch, by the recipe of Goyal et al. (2017), on one process or on several.
+"""A ResNet on CIFAR-10 with a large batch, with the recipe of Goyal et al. (2017), on one process or on several.
 
     python examples/resnet_large_batch.py --data cifar10.zip
     paceline run --nproc 2 examples/resnet_large_batch.py --data cifar10.zip --global-batch 2048
     paceline run --nproc 2 examples/resnet_large_batch.py --data cifar10.zip --global-batch 2048 --no-scaling
 
---lr is that of --base-batch. For a larger batch it is multiplied by as much as the batch is (section 2.1), and reached
-gradually over the first epochs (2.2). Batch norm and biases are not decayed, and each residual branch begins at
-nothing: its last batch norm has a weight of 0 (5.1). The network is that of He et al. (2016), section 4.2, with 6 n + 2
-layers.
+--lr is the learning rate for --base-batch. It is scaled with the batch (section 2.1), and increased gradually over the
+first epochs (2.2). There is no weight decay for batch norm and biases. Each residual branch starts at zero: its last
+batch norm has a weight of 0 (5.1). The network follows He et al. (2016), section 4.2, with 6 n + 2 layers.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Residual(nn.Module):
-    """Two convolutions, added to their input; that is thinned out and padded where they halve it and widen it."""
+    """Two convolutions, added to their input. If they halve and widen it, the input is subsampled and padded."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -52,7 +51,7 @@ def resnet(blocks: int, width: int, classes: int = 10) -> nn.Sequential:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Biases and the weights of norms are vectors, and are not decayed."""
+    """No weight decay for biases and norm weights, which are vectors."""
     matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is whole] for whole in (True, False))
     return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
 
@@ -70,15 +69,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Trains a ResNet on CIFAR-10 with a large batch.")
     parser.add_argument("--data", type=Path, default="data/cifar-10-python.tar.gz", help="that, or cifar10.zip")
     parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--warmup", type=int, default=5, help="epochs in which the learning rate rises")
-    parser.add_argument("--limit", type=int, help="only so many training images, and a fifth as many test images")
+    parser.add_argument("--warmup", type=int, default=5, help="epochs of learning rate warm-up")
+    parser.add_argument("--limit", type=int, help="use this many training images, and a fifth of it as test images")
     parser.add_argument("--global-batch", type=int, default=128, help="images per step, over all processes")
-    parser.add_argument("--base-batch", type=int, default=128, help="the batch for which --lr is right")
+    parser.add_argument("--base-batch", type=int, default=128, help="the global batch that --lr was tuned for")
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--no-scaling", action="store_true", help="--lr for every batch, from the first step on")
+    parser.add_argument("--no-scaling", action="store_true", help="use --lr unscaled and without warm-up")
     parser.add_argument("--blocks", type=int, default=3, help="n of 6 n + 2 layers")
     parser.add_argument("--width", type=int, default=16, help="channels of the first third")
-    parser.add_argument("--checkpoints", type=Path, help="a folder: go on from its newest checkpoint, and save there")
+    parser.add_argument("--checkpoints", type=Path, help="a folder: resume from its newest checkpoint, and save there")
     options = parser.parse_args()
     if not 0 <= options.warmup < options.epochs:
         parser.error(

@@ -1,10 +1,10 @@
-"""WikiText (Merity et al. 2016) as paragraphs with the titles of their articles, and a small BERT or ALBERT for it.
+"""WikiText (Merity et al. 2016) as paragraphs with their article's title, and a small BERT or ALBERT for it.
 
     python examples/wikitext.py --data wikitext-2/ --save models/bert
     python examples/wikitext.py --data wikitext-2/ --save models/albert --kind albert
 
-The model is untrained, and the WordPiece tokenizer is trained on the text: a folder such as a model hub has, for a
-machine that reaches none. bert_mlm.py and finetune_lora.py load it, or a real one, by `--model`.
+The script writes an untrained model and a WordPiece tokenizer trained on the text, in the form of a model hub's folder,
+for machines without access to a hub. bert_mlm.py and finetune_lora.py load it, or a real checkpoint, with `--model`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tokenizers import BertWordPieceTokenizer
 from transformers import AlbertConfig, AlbertForMaskedLM, AutoTokenizer, BertConfig, BertForMaskedLM, BertTokenizer
 
 URL = "https://github.com/pytorch/examples/tree/main/word_language_model/data/wikitext-2"
-TITLE = re.compile(r" *= ([^=].*[^=]) = *")  # of an article; those of its sections have more signs
+TITLE = re.compile(r" *= ([^=].*[^=]) = *")  # of an article; titles of sections have more signs
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 REMEDY = (
     "Give --model a folder that save_pretrained wrote (config.json, model.safetensors, tokenizer.json), or a name on "
@@ -28,11 +28,11 @@ REMEDY = (
 
 
 class DataError(Exception):
-    """The text is not there, or not what it should be."""
+    """The text is missing, or not as expected."""
 
 
 def paragraphs(data: Path) -> list[tuple[str, str]]:
-    """(title of the article, paragraph). data: a text, or a folder of them."""
+    """(title of the article, paragraph) for each paragraph. data: a text, or a folder of texts."""
     files = [data] if data.is_file() else sorted(data.glob("*.txt")) + sorted(data.glob("*.tokens"))
     if not files:
         raise DataError(f"no text in {data}. Name one, or a folder, with --data. WikiText-2: {URL}")
@@ -55,7 +55,7 @@ def paragraphs(data: Path) -> list[tuple[str, str]]:
 
 
 def make(folder: Path, texts: list[str], kind: str = "bert", vocabulary: int = 2048, layers: int = 2) -> None:
-    """Writes a model and its tokenizer into the folder, as `save_pretrained` does."""
+    """Write a model and its tokenizer into the folder, as `save_pretrained` does."""
     pieces = BertWordPieceTokenizer(lowercase=True)
     pieces.train_from_iterator(texts, vocab_size=vocabulary, special_tokens=SPECIAL, show_progress=False)
     tokenizer = BertTokenizer(vocab=pieces.get_vocab(), do_lower_case=True, model_max_length=512)
@@ -72,11 +72,11 @@ def make(folder: Path, texts: list[str], kind: str = "bert", vocabulary: int = 2
 
 
 def load(kind: Any, name: str, **settings: Any) -> tuple[Any, Any]:
-    """The model and its tokenizer, by `kind.from_pretrained`. name: a folder, or a name on the hub.
+    """Load the model and its tokenizer with `kind.from_pretrained`. name: a folder, or a name on the hub.
 
-    A folder without a tokenizer is refused here: from it transformers makes one that knows no word.
+    Refuses a folder without a tokenizer, since transformers would make a tokenizer without words.
     """
-    if Path(name).is_dir() and not any(Path(name).glob("*.json")):  # transformers' words on it are of tokenizers
+    if Path(name).is_dir() and not any(Path(name).glob("*.json")):  # transformers' error would be about tokenizers
         raise DataError(f"no model and tokenizer can be loaded from {name!r}: the folder has no config.json. {REMEDY}")
     try:
         tokenizer, model = AutoTokenizer.from_pretrained(name), kind.from_pretrained(name, **settings)
@@ -91,7 +91,7 @@ def load(kind: Any, name: str, **settings: Any) -> tuple[Any, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Makes a small BERT or ALBERT, and trains a tokenizer for it.")
     parser.add_argument("--data", type=Path, default="data/wikitext-2", help="a text, or a folder of them")
-    parser.add_argument("--save", type=Path, default="models/bert", help="the folder that is written")
+    parser.add_argument("--save", type=Path, default="models/bert", help="write model and tokenizer to this folder")
     parser.add_argument("--kind", choices=["bert", "albert"], default="bert")
     parser.add_argument("--vocabulary", type=int, default=2048, help="word pieces")
     parser.add_argument("--layers", type=int, default=2)

@@ -54,6 +54,7 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "observe": {"torch_private", "comm", "world", "errors"},
     "compare.worker": {"trials.spec", "run", "monitor", *TRAINING},
     "verify.worker": {"observe", "plain_state", "trials.spec", "run", "monitor", *TRAINING},
+    "verify.plain_worker": {"observe", "verify.worker", "trials.spec", "launcher", *TRAINING},
     "timeline.worker": {"notebook", "timeline", "run", *TRAINING},
     "session": {"timeline.worker", "verify.worker", "compare.worker", "trials.spec", "run"}
     | TRAINING - {"torch_private"},
@@ -64,7 +65,7 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "horovod": {"plain_state", "launching", *TRAINING},
     "trials": {"trials.spec", "strategies", "launcher", "world", "config", "errors"},
     "compare": {"__init__", "trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
-    "verify": {"observe", "trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
+    "verify": {"doctor", "observe", "trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
     "doctor": {"observe", "torch_private", "launcher", "world", "config", "errors"},
     "export": {"torch_private", "state", "world", "errors"},
     "cli": {

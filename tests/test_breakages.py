@@ -71,7 +71,7 @@ BREAKAGES = {
     ),
     "tokens counted on this process only": Breakage(
         "step/accounts.py",
-        "collectives.all_reduce(self._vector(keys), group=self._mesh.gradient)",
+        "self._mesh.gradient.all_reduce(self._vector(keys))",
         "self._vector(keys)",
         "b-mlm-sgd-whole-loop-w2",
     ),

@@ -35,8 +35,8 @@ def test_a_later_place_overrides_and_each_change_is_told() -> None:
     )
     assert settings == Settings(precision="fp16", seed=1, nonfinite="skip", log_every=5)
     assert notes == [
-        "precision=bf16 from /x/paceline.toml, in place of fp32 in the script",
-        "precision=fp16 from the command line, in place of bf16 in /x/paceline.toml",
+        "precision=bf16 from /x/paceline.toml overrides fp32 from the script",
+        "precision=fp16 from the command line overrides bf16 from /x/paceline.toml",
     ]
 
 
@@ -54,7 +54,7 @@ def test_the_strategy_is_text_or_a_value_or_a_table(tmp_path: Path) -> None:
         "ddp", {"bucket_mb": 50}
     )
     assert resolve(("the script", {"strategy": "ddp"}), ("the file", read_file(file)))[1] == [
-        "strategy=ddp:bucket_mb=50,static_graph=True from the file, in place of ddp in the script"
+        "strategy=ddp:bucket_mb=50,static_graph=True from the file overrides ddp from the script"
     ]
 
 
@@ -64,49 +64,49 @@ def test_the_strategy_is_text_or_a_value_or_a_table(tmp_path: Path) -> None:
         ({"precision": "bf61"}, "precision='bf61' is not known. Did you mean 'bf16'"),
         ({"precision": 16}, "precision=16 is not known"),
         ({"precision": ["bf16"]}, r"precision=\['bf16'\] is not known"),
-        ({"seed": -1}, "seed=-1: a whole number from 0"),
-        ({"seed": 1.0}, "seed=1.0: a whole number"),
-        ({"seed": True}, "seed=True: a whole number"),
-        ({"seed": "1"}, "seed='1': a whole number"),
-        ({"log_every": 0}, "log_every=0: a whole number from 1"),
-        ({"compile": "yes"}, "compile='yes': True or False"),
-        ({"channels_last": 1}, "channels_last=1: True or False"),
-        ({"tf32": "on"}, "tf32='on': True or False"),
-        ({"device": 0}, "device=0: a string"),
-        ({"log_dir": 3}, "log_dir=3: a string"),
-        ({"trace": 3}, "trace=3: a string"),
+        ({"seed": -1}, "seed=-1: must be a whole number from 0"),
+        ({"seed": 1.0}, "seed=1.0: must be a whole number"),
+        ({"seed": True}, "seed=True: must be a whole number"),
+        ({"seed": "1"}, "seed='1': must be a whole number"),
+        ({"log_every": 0}, "log_every=0: must be a whole number from 1"),
+        ({"compile": "yes"}, "compile='yes': must be True or False"),
+        ({"channels_last": 1}, "channels_last=1: must be True or False"),
+        ({"tf32": "on"}, "tf32='on': must be True or False"),
+        ({"device": 0}, "device=0: must be a string"),
+        ({"log_dir": 3}, "log_dir=3: must be a string"),
+        ({"trace": 3}, "trace=3: must be a string"),
         ({"progress": "none"}, "progress='none' is not known"),
         ({"trackers": "tensorbord"}, "trackers='tensorbord' is not known. Did you mean 'tensorboard'"),
-        ({"trackers": 3}, "trackers=3: names are needed"),
+        ({"trackers": 3}, "trackers=3: must be a string such as"),
         ({"trackers": ["jsonl", 3]}, "trackers=3 is not known"),
-        ({"strategy": 3}, "strategy=3: a name is needed"),
+        ({"strategy": 3}, "strategy=3: must be a string such as"),
         ({"strategy": "ddp:bucket_mb"}, "the option 'bucket_mb' has no value"),
     ],
 )
 def test_values_that_cannot_be_are_refused_with_their_place(values: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=rf"{message}.*\(It is from /x/paceline.toml.\)"):
+    with pytest.raises(SettingError, match=rf"{message}.*\(Set by /x/paceline.toml.\)"):
         resolve(("the script", {}), ("/x/paceline.toml", values))
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
     """With the places that they are from."""
-    told = r"\(deterministic is from the script, cudnn_benchmark is from /x/paceline.toml.\)"
-    with pytest.raises(SettingError, match=rf"deterministic=True and cudnn_benchmark=True.*{told}"):
+    sources = r"\(deterministic is set by the script, cudnn_benchmark is set by /x/paceline.toml.\)"
+    with pytest.raises(SettingError, match=rf"deterministic=True and cudnn_benchmark=True.*{sources}"):
         resolve(("the script", {"deterministic": True, "seed": 1}), ("/x/paceline.toml", {"cudnn_benchmark": True}))
 
 
 def test_trackers_that_would_write_nowhere_are_said() -> None:
     _, notes = resolve(("the script", {"trackers": ["tensorboard", "jsonl"]}))
     assert notes == [
-        "trackers=tensorboard,jsonl from the script: nothing is recorded, since log_dir is not set. Give a directory "
-        "too: log_dir='logs' (--log-dir logs)."
+        "trackers=tensorboard,jsonl from the script records nothing, because log_dir is not set. Set a "
+        "directory: log_dir='logs' (--log-dir logs)."
     ]
     assert resolve(("the script", {"trackers": "jsonl"}), ("the command line", {"log_dir": "x"}))[1] == []
     assert resolve(("the script", {}))[1] == []
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"the command line has a setting 'sead'. Did you mean 'seed'"):
+    with pytest.raises(SettingError, match=r"the command line sets an unknown setting 'sead'. Did you mean 'seed'"):
         resolve(("the command line", {"sead": 1}))
 
 
@@ -120,10 +120,10 @@ def test_an_unknown_setting_is_refused() -> None:
         ("[train]\nseed = 1\n", "paceline.toml: 'train' is not a setting"),
         ("seed = 1\nprecision = bf16\n", "paceline.toml is not valid TOML: .*line 2.*Write lines such as"),
         ("seed = 1\nseed = 2\n", "paceline.toml is not valid TOML: .*line 2"),
-        ("[strategy]\nbucket_mb = 50\n", r"the table \[strategy\] needs a name"),
+        ("[strategy]\nbucket_mb = 50\n", r"the table \[strategy\] has no name"),
         ("seed = " + "[" * 100_000, "paceline.toml is not valid TOML: .*recursion"),
         ("seed = " + "1" * 100_000, "paceline.toml is not valid TOML"),
-        ("# \n" * 400_000, "paceline.toml is no settings file: it has more than 1,048,576 bytes"),
+        ("# \n" * 400_000, "paceline.toml is not a settings file: it is larger than 1,048,576 bytes"),
     ],
 )
 def test_a_file_that_cannot_be(text: str, message: str, tmp_path: Path) -> None:
@@ -132,7 +132,10 @@ def test_a_file_that_cannot_be(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"none.toml' cannot be read: No such file or directory. --config"):
+    with pytest.raises(
+        SettingError,
+        match=r"none.toml' cannot be read: No such file or directory. Give another with --config",
+    ):
         read_file(tmp_path / "none.toml")
     (tmp_path / "paceline.toml").mkdir()
     assert file_beside(tmp_path / "train.py") == tmp_path / "paceline.toml", "and not passed over in silence"
@@ -184,20 +187,20 @@ def test_under_plain_python_the_file_beside_the_script_counts(script: Path, tmp_
     code, found, told = run(tmp_path / "cwd", script)
     assert (code, found) == (0, [[2, "bf16", "None"]])
     assert told.splitlines() == [
-        f"paceline: seed=2 from {file}, in place of 1 in the script",
-        f"paceline: precision=bf16 from {file}, in place of fp32 in the script",
+        f"paceline: seed=2 from {file} overrides 1 from the script",
+        f"paceline: precision=bf16 from {file} overrides fp32 from the script",
     ]
 
 
 @pytest.mark.conformance
-def test_under_the_launcher_the_command_line_counts_most_and_rank_0_tells(script: Path, tmp_path: Path) -> None:
+def test_under_the_launcher_the_command_line_counts_most_and_rank_0_reports(script: Path, tmp_path: Path) -> None:
     file = written(script.parent, 'seed = 2\nprecision = "bf16"\n')
     launcher = ["-m", "paceline", "run", "--nproc", "2", "--seed", "3", "--strategy", "ddp:bucket_mb=5"]
     code, found, told = run(tmp_path / "cwd", script, launcher=launcher)
     assert code == 0, told
     assert found
     assert all(one == [3, "bf16", "ddp:bucket_mb=5"] for one in found)
-    for note in (f"seed=2 from {file}", "seed=3 from the command line, in place of 2", f"precision=bf16 from {file}"):
+    for note in (f"seed=2 from {file}", "seed=3 from the command line overrides 2", f"precision=bf16 from {file}"):
         assert told.count(note) == 1, told
 
 
@@ -220,7 +223,7 @@ def test_a_faulty_file_is_named_without_our_own_frames(script: Path, tmp_path: P
     code, _, told = run(tmp_path / "cwd", script)
     assert code == 1
     assert "precision='bf61' is not known. Did you mean 'bf16'?" in told
-    assert f"(It is from {file}.)" in told
+    assert f"(Set by {file}.)" in told
     assert str(Path(paceline.__file__).parent) not in told
 
 
@@ -271,5 +274,5 @@ def test_a_strategy_is_suggested_where_it_can_be_meant(name: str, meant: str | N
 
 def test_no_other_setting_is_suggested() -> None:
     for name in ("batch_size", "backend", "learning_rate"):
-        with pytest.raises(SettingError, match=f"has a setting {name!r}. Known: "):
+        with pytest.raises(SettingError, match=f"sets an unknown setting {name!r}. Known: "):
             resolve(("the script", {name: 1}))

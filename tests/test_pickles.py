@@ -18,6 +18,7 @@ ALLOWED = {
     "torch_private/dynamic_rendezvous.py": "bytes that this process has pickled itself; what comes from others is JSON",
     "horovod/elastic/elastic_state.py": "a commit in the launcher's folder, which is this user's alone",
     "horovod/hvd_state.py": "objects of the script's own classes: on one machine, or where the user allows it",
+    "verify/plain_worker/examples.py": "a script's own examples, in the folder of verify, which is this user's alone",
     "data/batch_rows.py": "compares two objects by their pickles; nothing is read",
 }
 

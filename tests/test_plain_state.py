@@ -314,8 +314,8 @@ def deep() -> Any:
 @pytest.mark.parametrize(
     ("value", "what", "remedy"),
     [
-        (lambda x: x, "a function", "make it again"),
-        (print, "a function", "make it again"),
+        (lambda x: x, "a function", "create it again"),
+        (print, "a function", "create it again"),
         (torch.nn.Linear(1, 1), "torch.nn.modules.linear.Linear", "state_dict()"),
         (torch.nn.Linear, "a class (Linear)", "name"),
         (Point(1, 2), "a namedtuple", "_asdict()"),
@@ -324,17 +324,17 @@ def deep() -> Any:
         (Words(), "a subclass of dict", "dict(value)"),
         (pathlib.PureWindowsPath("a"), "Path", "str(value)"),
         (torch.Generator(), "Generator", "get_state()"),
-        (object(), "a object", "made of"),
+        (object(), "a object", "Use its parts"),
         (torch.eye(2).to_sparse(), "layout torch.sparse_coo", "to_dense()"),
         (torch.empty(2, device="meta"), "meta device", "to_empty"),
         (quantized(), "quantized", "dequantize()"),
         (torch.ones(2).as_subclass(Marked), "subclass of Tensor", "as_subclass"),
         ({torch.ones(1): 1}, "a tensor as a dict key", "index"),
         ({torch.ones(1)}, "a tensor as a dict key or set member", "index"),
-        (defaultdict(lambda: 0), "defaultdict of a function", "list"),
+        (defaultdict(lambda: 0), "defaultdict with a function as factory", "list"),
         (np.array([object()]), "numpy array of dtype object", "tolist()"),
-        (np.ma.masked_array([1]), "MaskedArray", "made of"),
-        (looped(), "holds itself", "cycle"),
+        (np.ma.masked_array([1]), "MaskedArray", "Use its parts"),
+        (looped(), "contains itself", "cycle"),
         (deep(), "nested 100 levels deep", "Flatten"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -352,7 +352,7 @@ def test_the_whole_message() -> None:
         encode({"decay": {"a schedule": len}}, "tracked 'ema'")
     assert str(caught.value) == (
         "tracked 'ema' at decay['a schedule']: a function cannot be saved. "
-        "Use the numbers and names it is made from, and make it again where they are loaded."
+        "Use the numbers and names it is made from, and create it again after loading."
     )
 
 
@@ -418,7 +418,7 @@ def test_what_could_not_be_read_is_not_saved(value: Any, monkeypatch: pytest.Mon
     text = json.dumps(document)
     monkeypatch.setattr(plain_state, "MOST_BRACKETS", 1000)
     read(text.encode(), tensors)
-    with pytest.raises(CheckpointError, match=r"more than 1,000 lists, dict entries.*Keep them in tensors"):
+    with pytest.raises(CheckpointError, match=r"more than 1,000 lists, dict entries.*Store them in tensors"):
         encode(value)
 
 

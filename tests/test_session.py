@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.ports import free_port
 
 import paceline
-from paceline.comm import collectives, process_group
+from paceline.comm import process_group
 from paceline.errors import SettingError, WorldError
 from paceline.world import World
 
@@ -57,11 +58,11 @@ def both(tmp_path: Path, environs: list[dict[str, str]], *arguments: str) -> lis
 @pytest.mark.parametrize(
     ("host", "said"),
     [
-        ("nosuchhost.invalid", "this machine knows no host of that name"),
-        ("127.0.0.1", "nobody answers there (Connection refused)"),
+        ("nosuchhost.invalid", "this machine cannot resolve the host name"),
+        ("127.0.0.1", "nothing answers there (Connection refused)"),
     ],
 )
-def test_a_wait_for_other_processes_is_told(
+def test_a_wait_for_other_processes_is_reported(
     host: str, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     port = free_port()
@@ -76,7 +77,7 @@ def test_a_wait_for_other_processes_is_told(
 
 
 @pytest.mark.conformance
-def test_rank_0_tells_that_it_waits_for_the_others(
+def test_rank_0_reports_that_it_waits_for_the_others(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(process_group, "HINT_SECONDS", 0.01)
@@ -205,7 +206,7 @@ def test_machines_with_different_versions_are_told_apart(monkeypatch: pytest.Mon
     own = process_group.versions()
     assert set(own) == {"Paceline", "torch", "CUDA", "Python"}
     others = [("n0", own), ("n0", own), ("n1", own | {"torch": "2.6.0", "CUDA": "12.4"}), ("n2", own)]
-    monkeypatch.setattr(collectives, "gather_objects", lambda obj: others)
+    monkeypatch.setattr(process_group, "world_group", lambda: SimpleNamespace(gather=lambda obj: others))
     world = World(0, 4, 0, 2, 0, 3, "torchrun", "n0", 1)
     said = rf"torch {own['torch'].split('+')[0]}.*, CUDA .* on n0, n2; torch 2\.6\.0, CUDA 12\.4 on n1\. "
     with pytest.raises(WorldError, match=said) as caught:
@@ -213,5 +214,5 @@ def test_machines_with_different_versions_are_told_apart(monkeypatch: pytest.Mon
     assert "Python" not in str(caught.value).split("Install")[0], "only what differs"
     others[2] = ("n1", own)
     process_group.check_versions(world)
-    monkeypatch.setattr(collectives, "gather_objects", lambda obj: pytest.fail("an exchange on one machine"))
+    monkeypatch.setattr(process_group, "world_group", lambda: pytest.fail("an exchange on one machine"))
     process_group.check_versions(World(0, 4, 0, 4, 0, 1, "torchrun", "n0", 1))

@@ -245,7 +245,7 @@ def test_the_state_of_the_dynamic_rendezvous_is_json_and_back() -> None:
     wrong = [{"round": "1"}, {"complete": 1}, {"deadline": "2020-01-01"}, {"wait_list": [["a", 1]]}, {"more": 1}]
     wrong += [{"participants": [["a", 1, 0, "0"]]}, {"last_heartbeats": {"a": 1}}, {"redundancy_list": [[["a"], 1, 1]]}]
     for bad in ("", "[]", "[" * 100000, *(json.dumps(known | change) for change in wrong)):
-        with pytest.raises(ValueError, match="the state of the rendezvous is none"):
+        with pytest.raises(ValueError, match="invalid rendezvous state"):
             dynamic_rendezvous.from_json(bad)
 
 
@@ -300,7 +300,7 @@ def test_the_launchers_store_answers_torchs_client_as_torchs_own_server_does(tmp
     assert said[1].count("DistStoreError") == 6
 
 
-def test_torchs_rendezvous_is_led_to_the_launchers_door(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_rendezvous_goes_through_the_launchers_port(monkeypatch: pytest.MonkeyPatch) -> None:
     """It makes its client by the name TCPStore of its own module, with the place in these two arguments."""
     theirs = importlib.import_module("torch.distributed.rendezvous")
 
@@ -314,7 +314,7 @@ def test_torchs_rendezvous_is_led_to_the_launchers_door(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(theirs, "TCPStore", fake)
     redirect(theirs)
-    place = {"MASTER_ADDR": "n0", "MASTER_PORT": "77", "RANK": "0", "WORLD_SIZE": "1", "PACELINE_STORE_DOOR": "88"}
+    place = {"MASTER_ADDR": "n0", "MASTER_PORT": "77", "RANK": "0", "WORLD_SIZE": "1", "PACELINE_STORE_PORT": "88"}
     for name, value in {**place, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
         monkeypatch.setenv(name, value)
     for method in ("env://", "tcp://n0:77", "tcp://n0:78"):
@@ -391,11 +391,11 @@ def test_what_torch_compile_makes_is_cut_at_buckets_until_it_shall_stay_whole() 
     for bucket_mb, graphs in ((0.5, 4), (1, 4), (2, 3), (None, 1)):
         torch._dynamo.reset()
         counter = CompileCounter()
-        reducer.cut_compiled_graphs(bucket_mb)
+        reducer.split_compiled_graphs(bucket_mb)
         try:
             torch.compile(Layers(), backend=counter)(torch.ones(1, 512))
         finally:
-            reducer.cut_compiled_graphs(None)
+            reducer.split_compiled_graphs(None)
         assert counter.frame_count == graphs, bucket_mb
 
 

@@ -1,14 +1,14 @@
-"""Runs the checks of a part, each in a process of its own with a deadline, and writes the results.
+"""Run the checks of a part, each in a process with a deadline, and write the results.
 
     PYTHONPATH=src python3 -m benchmarks.gpu --part right --json gpu.json     a part, on the first GPU
     PYTHONPATH=src python3 -m benchmarks.gpu --dry                           builds every check, runs none
     PYTHONPATH=src python3 -m benchmarks.gpu --device cpu                    the checks themselves, on a CPU
 
-The part `several` needs two GPUs, and runs only where it is named.
+The part `several` needs two GPUs, and runs only if it is named.
 
-A part ends after 9 minutes: what it has not begun by then is named as not run. Results are added to what the file
-holds, if that was measured on the same machine with the same torch. "check at fault" is a check that cannot judge:
-plain PyTorch has failed, or does not repeat itself. Exit code: 0, or 1 where a check has not passed.
+A part ends after 9 minutes; the remaining checks are listed as not run. Results are added to the file if its results
+are from the same machine and torch. "check at fault" means that a check cannot judge: plain PyTorch has failed, or does
+not repeat itself. Exit code: 0, or 1 if a check has not passed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from benchmarks.gpu import everything, page
 from benchmarks.gpu.check import PARTS, TIMED, Check, Place
 
 ROOT = Path(__file__).resolve().parents[2]
-ON_CPU = 3.0  # times its deadline is what a check has there, since nothing is measured
-LEAST_SECONDS = 10.0  # that must be left of a part for one more check
-END_SECONDS = 15.0  # that a launcher has, after SIGTERM, to end its ranks
+ON_CPU = 3.0  # multiplies deadlines there, since nothing is measured
+LEAST_SECONDS = 10.0  # the remaining time of a part to begin one more check
+END_SECONDS = 15.0  # for a launcher to end its ranks after SIGTERM
 
 
 def dry(checks: list[Check]) -> dict[str, dict[str, Any]]:
-    """Builds each check and says what it would run."""
+    """Build each check, and print the check that it would run."""
     results = {}
     for check in checks:
         steps = check.function(Place(torch.device("meta"), Path(), Path()))
@@ -47,12 +47,12 @@ def dry(checks: list[Check]) -> dict[str, dict[str, Any]]:
 
 
 def run(check: Check, device: str, left: float) -> dict[str, Any]:
-    """The result of one check, run in a process of its own, or in as many as it has ranks."""
+    """Run one check in a process, or in one process per rank. Returns its result."""
     seconds = min(check.seconds * (ON_CPU if device == "cpu" else 1.0), left)
     if seconds < LEAST_SECONDS:
         return {"part": check.part, "status": "not run", "error": "the part's minutes were over"}
     if check.part == "several" and device != "cpu":
-        device = "cuda"  # each rank its own
+        device = "cuda"  # each rank chooses its device
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "result.json")
         words = ["-m", "benchmarks.gpu.one", check.name, "--device", device, "--json", str(path)]
@@ -84,7 +84,7 @@ def run(check: Check, device: str, left: float) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """End a check and all that it started. Returns what it printed."""
+    """End a check and all its child processes. Returns its output."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         return process.communicate(timeout=END_SECONDS)[0]
@@ -140,7 +140,7 @@ def main() -> int:
             for check, future in pending.items():
                 results[check.name] = future.result()
                 say(check.name, results[check.name])
-                if args.json:  # at once: this command may be ended too
+                if args.json:  # immediately, since this command may be killed too
                     write(args.json, {check.name: results[check.name]})
     if args.json and args.page:
         page.write(args.json, args.page)
@@ -154,7 +154,7 @@ def say(name: str, result: dict[str, Any]) -> None:
 
 
 def write(path: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Add the results to those that the file holds of the same machine."""
+    """Add the results to those in the file from the same machine."""
     here, date = machine(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     before = json.loads(path.read_text()) if path.exists() else {}
     checks = before["checks"] if before.get("machine") == here else {}

@@ -1,15 +1,15 @@
-"""What a check is: a generator function, which first builds what it needs and then runs.
+"""A check is a generator function. It builds its objects first, and then runs.
 
     @check("right", seconds=60)
     def sgd_is_sgd(place):
         model = build(place)
-        yield "10 steps of SGD beside a plain loop"     # all is built; a dry run ends here
+        yield "10 steps of SGD compared with a plain loop"     # everything is built; a dry run ends here
         apart = ...
-        yield {"largest difference": apart}             # figures, as often as there are some
+        yield {"largest difference": apart}                    # figures, any number of times
         assert apart < 1e-6
 
-A check that raises, or that is ended, has failed; the figures that it gave before are kept. One that raises CheckFault
-says that it cannot judge: plain PyTorch, with which it compares, has failed or does not repeat itself.
+A check that raises, or is killed, has failed; its figures so far are kept. A check that raises CheckFault cannot judge:
+the plain PyTorch side of its comparison has failed, or does not repeat itself.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from typing import Any
 import torch
 
 PARTS = ("right", "ranks", "costs", "steps", "soak", "several")
-"""Each is one command's work, of at most 9 minutes. "several" needs two devices, the others one."""
+"""Each part is one command of at most 9 minutes. "several" needs two devices, the others one."""
 TIMED = ("costs", "steps", "soak")
-"""Those whose checks never run side by side."""
+"""The checks of these parts never run at the same time."""
 
 Steps = Iterator["str | dict[str, Any]"]
 
 
 class CheckFault(Exception):
-    """The check is at fault, and not what it checks."""
+    """The check is at fault, not Paceline."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a check runs."""
+    """The device and the folders of a check."""
 
     device: torch.device  # in a dry run "meta": tensors without memory
-    folder: Path  # an empty one of this process, which is removed afterwards
-    shared: Path  # one of all ranks of the check
+    folder: Path  # an empty folder of this process, removed afterwards
+    shared: Path  # a folder shared by all ranks of the check
 
     @property
     def small(self) -> bool:
-        """Whether models and numbers of steps are cut down, since nothing is measured here."""
+        """Whether to use small models and few steps, since nothing is measured here."""
         return self.device.type != "cuda"
 
 
@@ -55,7 +55,7 @@ class Check:
     part: str  # one of PARTS
     seconds: float  # its deadline
     function: Callable[[Place], Steps]
-    ranks: int  # 0: in a process without a launcher; else so many processes that `paceline run` starts
+    ranks: int  # 0: one process without a launcher; otherwise the number of processes for `paceline run`
 
 
 CHECKS: dict[str, Check] = {}
@@ -64,7 +64,7 @@ CHECKS: dict[str, Check] = {}
 def check(
     part: str, seconds: float, *, ranks: int = 0
 ) -> Callable[[Callable[[Place], Steps]], Callable[[Place], Steps]]:
-    """Registers a check under its function's name. The arguments are those of Check."""
+    """Register a check under its function's name. Arguments: see Check."""
 
     def register(function: Callable[[Place], Steps]) -> Callable[[Place], Steps]:
         name = function.__name__

@@ -1,9 +1,9 @@
-"""What a step of Paceline launches, copies and waits for, less what the plain loop does.
+"""Count the launches, copies and waits of a Paceline step in excess of the plain loop.
 
-Two counts of waits, for neither sees all: torch's own warnings (`torch.cuda.set_sync_debug_mode`), which see what goes
-through its allocator and its copies; and CUDA's calls that wait, in the profiler's trace. The aim: in a steady step
-none beyond the plain loop's, and at most 12 launches more; one wait with fp16 and with nonfinite="skip", which must
-know before they update.
+There are two counts of waits, since neither is complete: torch's warnings (`torch.cuda.set_sync_debug_mode`), which
+cover its allocator and its copies; and waiting CUDA calls in the profiler's trace. The aim for a steady step: no waits
+beyond the plain loop's, and at most 12 more launches. fp16 and nonfinite="skip" may wait once, since they must know the
+result before the update.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COPIES = ("cudaMemcpyAsync", "cudaMemcpy", "cudaMemsetAsync")
 WARM, COUNTED = 6, 8  # steps
 MOST_LAUNCHES = 12
 
-# (job, way, waits that its step may have beyond the plain loop's)
+# (job, way, allowed waits per step beyond the plain loop's)
 CASES: dict[str, tuple[Job, Way, int]] = {
     "loop": (jobs.MLP, Way("loop"), 0),
     "closure": (jobs.MLP, Way("closure"), 0),
@@ -49,7 +49,7 @@ STRATEGIES = {
 
 
 def plain_step(job: Job, way: Way, device: torch.device) -> Callable[[], None]:
-    """One step by hand, as somebody writes it who looks at no loss."""
+    """One hand-written step that never reads the loss."""
     loop = jobs.Plainly(job, way, device)
     batch = [column[: job.batch].to(device) for column in job.data().tensors]
     parts = [batch]
@@ -70,8 +70,11 @@ def plain_step(job: Job, way: Way, device: torch.device) -> Callable[[], None]:
 
 
 class UnderPaceline:
-    """The same step under Paceline. The loader's yield, which opens a step, is part of it: it copies a batch to the
-    device, where the plain loop has its own already. So copies are counted apart, and have no limit."""
+    """The same step under Paceline, including the loader's yield.
+
+    The yield copies a batch to the device, while the plain loop's batch is already there. So copies are counted
+    separately, without a limit.
+    """
 
     def __init__(self, job: Job, way: Way, place: Place) -> None:
         given: dict[str, Any] = {"device": str(place.device), "progress": "off", "precision": way.precision}
@@ -147,9 +150,9 @@ def synchronisations_and_launches(place: Place) -> Steps:
             wrong.append(f"{name}: {type(error).__name__}: {error}")
             continue
         more = {what: ours[what] - by_hand[what] for what in ours}
-        yield {name: {"ours": ours, "by hand": by_hand}}  # on a CPU the steps only run, and nothing is counted
+        yield {name: {"ours": ours, "by hand": by_hand}}  # on a CPU nothing is counted
         waits = max((more[what] for what in more if what.startswith("waits")), default=0)
-        # a profile's end counts as a wait of either side: half a one is no step's
+        # the end of a profile counts as one wait on each side, which belongs to no step
         wrong += [f"{name}: {waits:.1f} waits a step more"] * (waits > allowed + 0.5)
         launches = more.get("launches", 0)
         wrong += [f"{name}: {launches:.1f} launches a step more"] * (launches > MOST_LAUNCHES)
@@ -158,7 +161,7 @@ def synchronisations_and_launches(place: Place) -> Steps:
 
 @check("costs", 120)
 def a_loader_that_does_not_wait(place: Place) -> Steps:
-    """An epoch with pinned batches: torch's warnings of waits, beside a DataLoader with non_blocking copies."""
+    """An epoch with pinned batches: torch's warnings of waits, compared with a DataLoader and non_blocking copies."""
     yield "an epoch over rows on the host, with two workers and without"
     found = {}
     for workers in (0, 2):

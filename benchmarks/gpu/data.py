@@ -1,4 +1,4 @@
-"""Batches on the device, and checkpoints that are written on one device and read on another."""
+"""Batches on the device, and checkpoints that move between devices."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import paceline
 
 @check("right", 180)
 def batches_arrive_whole(place: Place) -> Steps:
-    """With workers and pinned memory a copy to the device goes on while the next batch is made: were memory used again
-    too early, sums would differ. Summed on the device, in integers, against the host's sums."""
+    """With workers and pinned memory, a batch is copied to the device while the next is made.
+
+    If memory were reused too early, sums would differ. Compares integer sums on the device with the host's.
+    """
     count, width, batch = (200, 100, 10) if place.small else (4000, 10_000, 40)
     rows = torch.randint(2**20, (count, width), generator=jobs.generator())
     ways: list[tuple[int, Any, str]] = [(0, None, "cpu"), (0, False, "cpu"), (2, True, "cpu"), (2, False, "cpu")]
@@ -70,7 +72,7 @@ def loss_fn(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
 
 
 def trained(device: str, epochs: int, folder: Any, save: bool) -> torch.nn.Module:
-    """A model after so many epochs, from the checkpoint in the folder if there is one."""
+    """A model after a number of epochs, resumed from the checkpoint in the folder if there is one."""
     run = paceline.start(device=device, progress="off", tf32=False)
     (model,) = jobs.CONV.make()
     optimizer = jobs.OPTIMIZERS["sgd"](model.parameters())

@@ -1,7 +1,7 @@
 """Models with their data and losses; the plain loop over them, and the same under Paceline.
 
-The plain loop is the reference. It is handed the order in which Paceline's loader gave the examples, and knows nothing
-else of Paceline: it moves batches, scales losses, clips and updates with torch alone.
+The plain loop is the reference. It receives the order of the examples from Paceline's loader, and otherwise uses only
+torch: to move batches, scale losses, clip and update.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ Order = list[list[list[int]]]
 
 @dataclass(frozen=True)
 class Job:
-    """Models and what they are trained on."""
+    """Models with their data and losses."""
 
     make: Callable[[], list[nn.Module]]  # on the CPU; the same weights at each call
     data: Callable[[], TensorDataset]  # on the CPU; the same examples at each call
-    losses: tuple[Loss, ...]  # for each model in turn: (sum, how many things it is a sum over), followed by an update
+    losses: tuple[Loss, ...]  # for each model: (sum, count), followed by an update
     batch: int  # examples of an optimizer step
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a job is trained."""
+    """The way to train a job."""
 
     form: str = "loop"  # or "closure"
     micro_batch: int | None = None
     optimizer: str = "sgd"  # a name of OPTIMIZERS
-    count: str = "mean"  # how a loss is given: as a "mean" over examples, or with its count, an "int" or a "tensor"
-    clip: float | None = None  # the most that the norm of the gradient may be
+    count: str = "mean"  # form of the loss: a "mean" over examples, or with a count as an "int" or a "tensor"
+    clip: float | None = None  # the maximum norm of the gradient
     precision: str = "fp32"
     channels_last: bool = False
     settings: dict[str, Any] = field(default_factory=dict)  # further ones of paceline.start
@@ -61,7 +61,7 @@ class Way:
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-params": torch.bfloat16, "fp16": torch.float16}
-"""In what a model computes, by precision."""
+"""The dtype of a model's computation, by precision."""
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=1e-3),
@@ -118,7 +118,7 @@ def conv(norm: bool = True) -> nn.Module:
 
 
 class Whole(nn.Module):
-    """A model of one part. torch 2.13's Module.compile leaves a bare nn.Sequential as it is; it compiles this."""
+    """A wrapper module: torch 2.13's Module.compile does not compile a bare nn.Sequential, but compiles this."""
 
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -141,8 +141,10 @@ CONV_WITHOUT_NORM = replace(CONV, make=seeded(lambda: [conv(norm=False)]))
 
 
 class Bottleneck(nn.Module):
-    """Three convolutions beside a shortcut, as in He et al. 2015, figure 5, right. A stage's first one has its stride
-    in the first convolution, and a 1x1 convolution as its shortcut (option B)."""
+    """Three convolutions and a shortcut, as in He et al. 2015, figure 5, right.
+
+    The first block of a stage has its stride in the first convolution, and a 1x1 convolution as shortcut (option B).
+    """
 
     def __init__(self, inputs: int, width: int, stride: int) -> None:
         super().__init__()
@@ -161,8 +163,10 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-50 (He et al. 2015, table 1), or a like one of other depths and widths: (batch, 3, height, width) ->
-    (batch, classes)."""
+    """ResNet-50 (He et al. 2015, table 1), or a similar network with other depths and widths.
+
+    (batch, 3, height, width) -> (batch, classes).
+    """
 
     def __init__(self, depths: Sequence[int] = (3, 4, 6, 3), width: int = 64, classes: int = 1000) -> None:
         super().__init__()
@@ -204,7 +208,7 @@ class Gpt(nn.Module):
     """A decoder with learned positions and tied embeddings. GPT-2's smallest (Radford et al. 2019, 124 million
     parameters) has width 768, 12 layers, 12 heads, 1,024 tokens and a vocabulary of 50,257.
 
-    recompute: keep no activations within the blocks, and compute them once more in the backward."""
+    recompute: do not keep activations within the blocks, but recompute them in the backward."""
 
     def __init__(
         self,
@@ -239,7 +243,7 @@ def _initialise(module: nn.Module) -> None:
 
 
 def gpt_loss(models: Models, batch: Batch) -> tuple[Tensor, Any]:
-    """Over the tokens that are not padding (-100)."""
+    """The loss over the tokens that are not padding (-100)."""
     ids, targets = batch
     total = F.cross_entropy(models[0](ids).flatten(0, 1).float(), targets.flatten(), reduction="sum", ignore_index=-100)
     return total, (targets != -100).sum()
@@ -292,9 +296,9 @@ GAN = Job(seeded(gan), gan_data, (telling_loss, fooling_loss), batch=16)
 
 
 def ours(run: paceline.Run, job: Job, way: Way, plant: Callable[[int, Models], None] = lambda *_: None) -> Any:
-    """(models, order, losses) after training under an open run. plant(step, models) is called after each backward.
+    """(models, order, losses) after training under an open run. Calls plant(step, models) after each backward.
 
-    The losses are those of this process, one for each optimizer step, of the first model."""
+    losses: of the first model on this process, one per optimizer step."""
     models = job.make()
     optimizers = [OPTIMIZERS[way.optimizer](model.parameters()) for model in models]
     run.prepare(*models, *optimizers)
@@ -317,7 +321,7 @@ def ours(run: paceline.Run, job: Job, way: Way, plant: Callable[[int, Models], N
 
 
 def backward(run: paceline.Run, loss_fn: Loss, models: Models, batch: Any, way: Way, only: dict[str, Any]) -> Tensor:
-    """One backward in the way's form."""
+    """One backward, in the form of the way."""
 
     def given(of: Any, part: Any) -> Any:
         total, count = loss_fn(of if isinstance(of, tuple) else (of,), part)
@@ -339,7 +343,7 @@ def backward(run: paceline.Run, loss_fn: Loss, models: Models, batch: Any, way: 
 
 
 def plain_order(job: Job, epochs: int) -> Order:
-    """The examples in the order of the data set: as many steps as a shuffled run makes."""
+    """The examples in the order of the data set, with the number of steps of a shuffled run."""
     length = len(job.data())
     return [[list(range(i, min(i + job.batch, length)))] for _ in range(epochs) for i in range(0, length, job.batch)]
 
@@ -361,7 +365,7 @@ class Plainly:
         return torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32)
 
     def update(self, which: int) -> None:
-        """One optimizer's, from the gradients that are there."""
+        """Update one optimizer from the current gradients."""
         self.scaler.unscale_(self.optimizers[which])
         if self._clip is not None:
             torch.nn.utils.clip_grad_norm_(self.models[which].parameters(), self._clip)
@@ -370,7 +374,7 @@ class Plainly:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """As Paceline's side computes, which says tf32=False: torch allows TF32 in convolutions by default."""
+    """A context without TF32, as on Paceline's side (tf32=False). torch allows TF32 in convolutions by default."""
     backends: Any = torch.backends
     places = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn]
     before = [place.fp32_precision for place in places]
@@ -384,9 +388,9 @@ def without_tf32() -> Iterator[None]:
 
 
 def plain(job: Job, way: Way, order: Order, device: torch.device, left_out: Sequence[int] = ()) -> list[nn.Module]:
-    """The models after a plain loop over the same examples, without TF32. left_out: numbers of steps without an update.
+    """The models after a plain loop over the same examples, without TF32. left_out: the steps without an update.
 
-    Raises CheckFault where the plain loop fails."""
+    Raises CheckFault if the plain loop fails."""
     try:
         with without_tf32():
             return _plain(job, way, order, device, left_out)
@@ -395,7 +399,7 @@ def plain(job: Job, way: Way, order: Order, device: torch.device, left_out: Sequ
 
 
 def check_repeats(job: Job, way: Way, order: Order, device: torch.device, theirs: Models) -> None:
-    """Raises CheckFault where the plain loop is as far from itself, made once more, as ours may be."""
+    """Raises CheckFault if two runs of the plain loop differ by more than the limit for ours."""
     control = apart(plain(job, way, order, device), theirs, job.make())
     if not control <= limit(way.precision):
         raise CheckFault(f"{way}: the plain loop differs from itself by {control:.1e}")
@@ -424,7 +428,7 @@ def _plain(job: Job, way: Way, order: Order, device: torch.device, left_out: Seq
 
 
 def counted(job: Job, batch: Batch) -> Any:
-    """What a loss of the job is a mean over, in a batch: tokens for the transformer, else examples."""
+    """The count of a loss in a batch: tokens for the transformer, otherwise examples."""
     return (batch[1] != -100).sum() if job.losses[0] is gpt_loss else len(batch[0])
 
 
@@ -435,15 +439,15 @@ LIMIT = 1e-4
 
 
 def limit(precision: str) -> float:
-    """The most by which ours and a plain loop may be apart (see `apart`).
+    """The largest allowed difference between ours and a plain loop (see `apart`).
 
-    fp32, without TF32: they differ by the rounding of sums, as where Paceline weighs a loss by its count and the plain
-    loop divides: 1e-7 a step, which learning multiplies some.
+    fp32, without TF32: they differ by the rounding of sums (Paceline multiplies a loss by its weight, the plain loop
+    divides): 1e-7 per step, which training amplifies somewhat.
 
-    16 bits: they run the same kernels, but where a mean is scaled, or a batch cut, otherwise, which moves roundings of
-    at most half the dtype's epsilon about: 4 epsilon in all, 3e-2 for bf16 and 4e-3 for fp16. That is as much as a
-    plain loop in 16 bits differs from one in fp32 (0.005 to 0.043 for bf16 here), and less than one example that is
-    lost (0.09). Where the weights too have 16 bits, each update rounds once more: twice that.
+    16 bits: they run the same kernels, but scale a mean or split a batch differently. This moves roundings of at most
+    half the dtype's epsilon: 4 epsilon in total, 3e-2 for bf16 and 4e-3 for fp16. A plain loop in 16 bits differs by as
+    much from a loop in fp32 (0.005 to 0.043 for bf16 here), and one lost example makes a larger difference (0.09). With
+    16-bit weights each update rounds once more: twice that.
     """
     if precision == "fp32":
         return LIMIT
@@ -451,7 +455,7 @@ def limit(precision: str) -> float:
 
 
 def apart(ours: Models, theirs: Models, start: Models) -> float:
-    """The difference of all weights as a share of what was learnt (see `share`)."""
+    """The difference of all weights, relative to their change in training (see `share`)."""
     return share(*map(weights, (ours, theirs, start)))
 
 

@@ -1,7 +1,7 @@
-"""A script of a user's that one of its processes does not survive: killed_script.py STEP.
+"""A user's script with a process that dies: killed_script.py STEP.
 
-At its first start the process kills itself before the update after STEP steps, when the last checkpoint in memory is
-whole; -1: it does not. The last line that it prints has the step from which it went on, and a hash of the weights.
+At its first start the process kills itself before the update after STEP steps, when the last in-memory checkpoint is
+complete (-1: never). The last line of its output has the step that it resumed from, and a hash of the weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import paceline
 
 
 def wait_until_kept(steps: int) -> None:
-    """A thread writes the checkpoint of the last step that is kept: wait until it has."""
+    """Wait until the thread has written the last in-memory checkpoint."""
     step = steps - steps % int(os.environ["PACELINE_MEMORY_EVERY"])
     began = time.monotonic()
     while not any(Path(os.environ["PACELINE_MEMORY"]).glob(f"run-*/step-{step:08d}")):

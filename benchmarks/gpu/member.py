@@ -1,9 +1,9 @@
-"""A rank of a run that some launcher starts: trains a perceptron under ddp, and tells where it ran.
+"""A rank for any launcher: trains a perceptron under ddp, and records its device.
 
     python -m benchmarks.gpu.member --json FILE [--device cpu] [--fail-at STEP]
 
-Writes {"pid", "rank", "device", "card", "backends"} to FILE with its rank behind a dot; at the end "digest", of its
-weights. With --fail-at, rank 1 raises in that step, after it has written "raised", the time.
+Writes {"pid", "rank", "device", "card", "backends"} to FILE.RANK, and at the end "digest", a hash of its weights. With
+--fail-at, rank 1 raises in that step, after it has written the time as "raised".
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from benchmarks.gpu import jobs
 from benchmarks.gpu.ranks import digest
 
 import paceline
-from paceline.comm import process_group, transport
+from paceline.comm import process_group
+from paceline.comm.mesh import world_group
 
 PLANTED = "planted: rank 1 fails"
 
@@ -34,7 +34,7 @@ def main() -> None:
     run = paceline.start(strategy="ddp", device=args.device, progress="off", tf32=False)
     told: dict[str, Any] = {"pid": os.getpid(), "rank": run.rank, "device": str(run.device)}
     told["card"] = process_group.card(run.device) if run.device.type == "cuda" else None
-    told["backends"] = transport.backends_of() if dist.is_initialized() else "none"
+    told["backends"] = world_group().backends
 
     def write() -> None:
         args.json.with_name(f"{args.json.name}.{run.rank}").write_text(json.dumps(told))

@@ -1,8 +1,8 @@
-"""Runs one check, in this process, and writes what it gave.
+"""Run one check in this process, and write its result.
 
     python -m benchmarks.gpu.one NAME --device cuda:0 --json FILE
 
-Under `paceline run` all ranks run it, and each writes a file of its own: FILE, with its rank behind a dot.
+Under `paceline run` all ranks run it, and each writes a separate file: FILE.RANK.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ Result = dict[str, object]
 
 
 def run(check: Check, place: Place, keep: Callable[[Result], None]) -> None:
-    """Runs a check, and keeps its result so far and at the end: {"passed", "fault", "what", "figures", "seconds",
-    "error"}."""
+    """Run a check, and save its result so far and at the end.
+
+    The result: {"passed", "fault", "what", "figures", "seconds", "error"}.
+    """
     figures: dict[str, object] = {}
     what, error, fault, start = "", "", False, time.perf_counter()
     try:
@@ -37,7 +39,7 @@ def run(check: Check, place: Place, keep: Callable[[Result], None]) -> None:
             so_far = {"passed": False, "what": what, "figures": figures, "seconds": time.perf_counter() - start}
             keep(so_far | {"error": "it was ended before it had come to its end"})
         if place.device.type == "cuda":
-            torch.cuda.synchronize()  # a kernel's error may be told only here
+            torch.cuda.synchronize()  # a kernel's error may be raised only here
     except Exception as caught:
         message, fault = f"{type(caught).__name__}: {caught}", isinstance(caught, CheckFault)
         error = message if isinstance(caught, (AssertionError, CheckFault)) else f"{message}\n{traceback.format_exc()}"
@@ -55,7 +57,7 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cuda":
-        if device.index is None:  # each rank its own
+        if device.index is None:  # each rank chooses its device
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
         torch.cuda.set_device(device)
     else:
@@ -68,7 +70,7 @@ def main() -> None:
     def keep(result: Result) -> None:
         part = path.with_name(f"part of {path.name}")
         part.write_text(json.dumps(result, indent=1))
-        part.rename(path)  # whole or not at all: the check may be ended at any moment
+        part.rename(path)  # atomically, since the check may be killed at any time
 
     with tempfile.TemporaryDirectory() as folder:
         run(everything.CHECKS[args.name], Place(device, Path(folder), shared), keep)

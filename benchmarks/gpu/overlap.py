@@ -1,4 +1,4 @@
-"""Does communication go on while the backward computes? Read from a profiler's trace. Imports no torch."""
+"""Measure from a profiler's trace how much communication overlaps with the backward. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 NODE = "autograd::engine::evaluate_function: "
-ACCUMULATES = NODE + "torch::autograd::AccumulateGrad"  # its hooks start the communication: no computing of its own
+ACCUMULATES = NODE + "torch::autograd::AccumulateGrad"  # its hooks start the communication; it does not compute
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 
 Event = dict[str, Any]  # of a trace's "traceEvents"
@@ -15,16 +15,16 @@ Span = tuple[float, float]  # begin and end, in microseconds
 
 
 def overlap(events: Sequence[Event]) -> dict[str, float]:
-    """How much of the communication of one step ran before the last computing of its backward had ended.
+    """The part of a step's communication that ran before the end of its backward's computation.
 
-    On a GPU the backward is the kernels that autograd's nodes launch (a kernel and its launch have one correlation
-    number), and communication is NCCL's kernels. On a CPU the backward is the nodes themselves, and communication is
-    what gloo tells of its collectives. What is sent before the backward, such as counts, is left out.
+    On a GPU the backward consists of the kernels that autograd's nodes launch (a kernel and its launch share a
+    correlation number), and communication consists of NCCL's kernels. On a CPU these are the nodes themselves, and
+    gloo's events of its collectives. Communication before the backward, such as of counts, is left out.
 
-    Returns {"collectives": how many, "begun within the backward": how many of them, "communication, us": their time,
-    "hidden, us": the part of it before the backward's end, "backward, us"}.
+    Returns {"collectives": their number, "begun within the backward": the number begun in it, "communication, us":
+    their time, "hidden, us": the part of it before the backward's end, "backward, us"}.
 
-    Raises ValueError where the trace has no backward.
+    Raises ValueError if the trace has no backward.
     """
     whole = [event for event in events if event.get("ph") == "X"]
     nodes = [event for event in whole if event["name"].startswith(NODE) and event["name"] != ACCUMULATES]
@@ -59,7 +59,7 @@ def _end(event: Event) -> float:
 
 
 def _launched_by(nodes: Sequence[Event], launches: Sequence[Event]) -> set[int]:
-    """The correlation numbers of what is launched in a node, on its thread. Nodes of one thread do not nest."""
+    """The correlation numbers of the launches in a node, on its thread. Nodes of one thread do not nest."""
     spans: dict[Any, list[Span]] = {}
     for node in nodes:
         spans.setdefault(node["tid"], []).append((_begin(node), _end(node)))

@@ -1,8 +1,8 @@
-"""The page of the results: `make gpu` writes it from the JSON, and it shows nothing else.
+"""Write the page of the results from their JSON, for `make gpu`.
 
     python3 -m benchmarks.gpu.page benchmarks/results/gpu.json benchmarks/gpu.md
 
-Every table stands below a comment that names the JSON, as on the other pages with measured figures.
+A comment above each table names the JSON, as on the other pages with measured figures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Results = dict[str, Any]  # what __main__.write has written
 
 
 def page(results: Results, name: str) -> str:
-    """name: of the JSON, from the root of the repository."""
+    """The page, as Markdown. name: the path of the JSON from the root of the repository."""
     checks = results["checks"]
     tables = {
         "Checks": of_checks(checks),

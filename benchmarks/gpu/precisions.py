@@ -36,7 +36,7 @@ def a_transformer_in_16_bits(place: Place) -> Steps:
 
 @check("right", 180)
 def a_gradient_that_is_not_finite(place: Place) -> Steps:
-    """inf in the gradient of a step in the middle, and of the last one."""
+    """inf in the gradient of a middle step, and of the last step."""
     steps = len(jobs.plain_order(jobs.MLP, epochs=2))
     cases = [(name, what, at) for name in PRECISIONS for what in ("stop", "skip") for at in (3, steps - 1)]
     yield f"{len(cases)} cases: inf in step 3 and in the last of {steps}, nonfinite=stop and skip, " + ", ".join(
@@ -53,7 +53,7 @@ def a_gradient_that_is_not_finite(place: Place) -> Steps:
 
 
 def planted(place: Place, precision: str, nonfinite: str, at: int) -> dict[str, Any]:
-    """Trains with inf in the gradient of one step. Asserts that it is stopped, or left out as the plain loop does."""
+    """Train with inf in the gradient of one step. Asserts that training stops, or skips it like the plain loop."""
 
     def plant(step: int, models: jobs.Models) -> None:
         if step == at:
@@ -64,7 +64,7 @@ def planted(place: Place, precision: str, nonfinite: str, at: int) -> dict[str, 
     settings = {"device": str(place.device), "progress": "off", "tf32": False}
     run = paceline.start(precision=precision, nonfinite=nonfinite, **settings)  # type: ignore[arg-type]
     way, told = Way(precision=precision), ""
-    # fp16 skips by itself: overflowing is how it finds its scale.
+    # fp16 always skips: it finds its scale by overflowing.
     stops = nonfinite == "stop" and precision != "fp16"
     try:
         models, order, _ = jobs.ours(run, jobs.MLP, way, plant)
@@ -95,7 +95,7 @@ def ways_to_a_loss() -> dict[str, Any]:
         return F.cross_entropy(head(hidden).float(), targets)
 
     def in_parts(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
-        """docs/loop.md shows it."""
+        """The loss in parts, as shown in docs/loop.md."""
 
         def part(hidden: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(head(hidden).float(), targets, reduction="sum")
@@ -109,8 +109,10 @@ def ways_to_a_loss() -> dict[str, Any]:
 
 @check("costs", 60)
 def a_loss_of_16_bit_logits(place: Place) -> Steps:
-    """What bf16 log-probabilities cost in exactness, and fp32 ones in time and memory: GPT-2's head. The reference is
-    computed in float64 from the same values in bf16."""
+    """The error of bf16 log-probabilities, and the time and memory of fp32 log-probabilities, for GPT-2's head.
+
+    The reference is computed in float64 from the same bf16 values.
+    """
     tokens, width, classes = (64, 16, 50) if place.small else (16 * 1024, 768, 50257)
     yield f"cross-entropy of {tokens} x {classes} logits: {', '.join(ways_to_a_loss())}; against float64"
     g = torch.Generator(device=place.device).manual_seed(0)
@@ -151,7 +153,7 @@ def a_loss_of_16_bit_logits(place: Place) -> Steps:
 
 
 def _in_float64(hidden: Tensor, head: nn.Linear, targets: Tensor) -> tuple[float, Tensor]:
-    """(loss, gradient of `hidden`), of the values in bf16."""
+    """(loss, gradient of `hidden`) in float64, from the bf16 values."""
     weight, total, gradients = head.weight.detach().bfloat16().double(), 0.0, []
     for rows, wanted in zip(hidden.bfloat16().double().split(1024), targets.split(1024), strict=True):
         leaf = rows.requires_grad_()

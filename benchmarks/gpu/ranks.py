@@ -19,13 +19,14 @@ from benchmarks.gpu.check import CheckFault, Place, Steps, check
 from benchmarks.gpu.jobs import Job, Way
 
 import paceline
-from paceline.comm import collectives, transport
+from paceline.comm import transport
+from paceline.comm.mesh import world_group
 from paceline.torch_private import flight_recorder
 
 
 @check("ranks", 90, ranks=1)
 def a_call_that_is_queued_is_told(place: Place) -> Steps:
-    """What a stall's message says of NCCL's calls: one that waits for the GPU is under way, and ends."""
+    """NCCL's calls in a stall's message: a call that waits for the GPU is pending, and then ends."""
     gpu = place.device.type == "cuda"
     yield f"torch's flight recorder: an all_reduce of {'NCCL, queued behind products' if gpu else 'gloo'}"
     if gpu:
@@ -45,7 +46,7 @@ def a_call_that_is_queued_is_told(place: Place) -> Steps:
     if gpu:
         torch.cuda.synchronize()
     while any(one.under_way for one in flight_recorder.read()) and time.monotonic() < began + 60.0:
-        time.sleep(0.1)  # torch's watchdog looks now and then which have ended
+        time.sleep(0.1)  # torch's watchdog polls for finished calls
     (after,) = flight_recorder.read()
     yield {"title": after.title, "queued": [str(call) for call in queued], "seconds to read": round(seconds, 4)}
     assert after.under_way is None
@@ -57,29 +58,30 @@ def a_call_that_is_queued_is_told(place: Place) -> Steps:
 
 @check("ranks", 90, ranks=1)
 def collectives_with_one_rank(place: Place) -> Steps:
-    """A world of one leaves communication out; so this calls what lies under it, in seven dtypes."""
+    """Call the collectives directly in seven dtypes, since a world of one skips communication."""
     yield "all_reduce, gather, all_gather and the two of bytes of comm/transport.py, in a group of one rank"
     run = paceline.start(device=str(place.device), progress="off")
     if not dist.is_initialized():
         dist.init_process_group("nccl" if place.device.type == "cuda" else "gloo", rank=0, world_size=1,
                                 init_method=f"file://{place.folder}/meeting", device_id=None)  # fmt: skip
-    done = []
+    group, done = dist.group.WORLD, []
+    assert group is not None
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8):
         given = torch.arange(6, device=place.device).to(dtype)
         tensor = given.clone()
-        work = transport.all_reduce(tensor, dist.ReduceOp.SUM, None)
+        work = transport.all_reduce(tensor, dist.ReduceOp.SUM, group)
         if work is not None:
             work.wait()
         assert torch.equal(tensor, given), f"all_reduce of {dtype}"
-        assert torch.equal(transport.gather(given, None)[0], given), f"gather of {dtype}"
-        assert torch.equal(transport.all_gather(given, None), given), f"all_gather of {dtype}"
+        assert torch.equal(transport.gather(given, group)[0], given), f"gather of {dtype}"
+        assert torch.equal(transport.all_gather(given, group), given), f"all_gather of {dtype}"
         done.append(str(dtype))
     for message in (b"short", bytes(range(256)) * 40):
-        assert [bytes(got) for got in transport.gather_bytes(message, place.device, None)] == [message]
-        assert bytes(transport.broadcast_bytes(message, 0, place.device, None)) == message
-    assert collectives.broadcast_object("x") == "x"
-    collectives.barrier()
-    yield {"backends": transport.backends_of(None), "dtypes": done}
+        assert [bytes(got) for got in transport.gather_bytes(message, place.device, group)] == [message]
+        assert bytes(transport.broadcast_bytes(message, 0, place.device, group)) == message
+    assert world_group().broadcast("x") == "x"
+    world_group().barrier()
+    yield {"backends": world_group().backends, "dtypes": done}
     run.close()
 
 
@@ -88,10 +90,10 @@ WAIT_SECONDS = 60.0  # for the other ranks at the end of a case
 
 
 def over_ranks(place: Place, cases: dict[str, Case]) -> Steps:
-    """Trains in each case with the ranks there are, and on rank 0 plainly over the global batches.
+    """Train each case with all ranks, and on rank 0 in a plain loop over the global batches.
 
-    A case that raises on all ranks alike, or at its start, leaves the others to run. Where a rank waits for one that
-    has raised, it cannot be brought back: the cases after it are named as not run."""
+    If a case raises on all ranks, or at its start, the other cases still run. If a rank waits for a rank that has
+    raised, it cannot recover: the remaining cases are listed as not run."""
     yield f"{len(cases)} cases: " + ", ".join(cases)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     wrong: list[str] = []
@@ -119,9 +121,9 @@ def over_ranks(place: Place, cases: dict[str, Case]) -> Steps:
 
 
 def exchanged(folder: Path, what: str, own: str, rank: int, size: int, wait: float = WAIT_SECONDS) -> list[str]:
-    """What each rank says, in rank order: through files, since after an error a process group may be of no use.
+    """Gather a value of each rank, in rank order. Uses files, since a process group may be unusable after an error.
 
-    Raises TimeoutError where a rank says nothing in `wait` seconds."""
+    Raises TimeoutError if a rank writes nothing for `wait` seconds."""
     part = folder / f"part of {what}.{rank}"
     part.write_text(own)
     part.rename(folder / f"{what}.{rank}")
@@ -137,16 +139,16 @@ def exchanged(folder: Path, what: str, own: str, rank: int, size: int, wait: flo
 def trained_by_ranks(
     place: Place, title: str, job: Job, way: Way, settings: dict[str, Any]
 ) -> tuple[list[torch.Tensor], jobs.Order, str]:
-    """(weights as run.export writes them, the examples of each global batch, backends) of a run. title: names files."""
+    """(weights from run.export, the examples of each global batch, backends) of a run. title: used in file names."""
     run = paceline.start(device=str(place.device), progress="off", tf32=False, precision=way.precision, **settings)
     try:
         models, order, _ = jobs.ours(run, job, way)
         whole = [[[i for rank in ranks for part in rank for i in part]]
-                 for ranks in zip(*collectives.gather_objects(order), strict=True)]  # fmt: skip
+                 for ranks in zip(*world_group().gather(order), strict=True)]  # fmt: skip
         weights = []
         for number, (model, fresh) in enumerate(zip(models, job.make(), strict=True)):
             weights += exported(run, place.shared / f"{title}.{number}", model, fresh)
-        return weights, whole, transport.backends_of() if dist.is_initialized() else "none"
+        return weights, whole, world_group().backends
     finally:
         run.close()
 
@@ -156,14 +158,14 @@ def exported(run: paceline.Run, path: Path, model: Any, fresh: torch.nn.Module) 
     from safetensors.torch import load_file
 
     run.export(path, model)
-    collectives.barrier()
+    world_group().barrier()
     state = load_file(path)
     names = {tensor: name for name, tensor in [*fresh.named_parameters(), *fresh.named_buffers()]}
     return [state[names[tensor]] for tensor in jobs.weights([fresh])]
 
 
 def strategies() -> dict[str, Case]:
-    """Under which two ranks train as one device does."""
+    """The strategies with which two ranks train the same model as one device."""
     mlp = jobs.MLP, Way()
     named = {f"ddp:reducer={name}": ("ddp", {"reducer": name}) for name in ("ring", "hierarchical", "reduce_to_one")}
     cases = {"ddp": (*mlp, {"strategy": "ddp"})}
@@ -177,7 +179,7 @@ def strategies() -> dict[str, Case]:
 
 
 def even_data() -> Any:
-    """64 examples: each global batch of 16 is cut into halves of one size."""
+    """64 examples: each global batch of 16 is split into equal halves."""
     data = jobs.mlp_data()
     return torch.utils.data.TensorDataset(*(column[:64] for column in data.tensors))
 
@@ -192,8 +194,10 @@ SHARDED = (*(f"fsdp:stage={stage}" for stage in (1, 2, 3)), "tensor:size=2")
 
 @check("ranks", 200, ranks=2)
 def sharded_tensors_on_one_gpu(place: Place) -> Steps:
-    """Two ranks that share a GPU would crash in torch's collectives of sharded tensors: they are refused by name. On
-    CPUs they train."""
+    """Strategies with sharded tensors must be refused if two ranks share a GPU, since torch's collectives would crash.
+
+    On CPUs they train.
+    """
     gpt = jobs.GPT, Way(count="tensor")
     if place.device.type != "cuda":
         yield from over_ranks(place, {name: (*gpt, {"strategy": name}) for name in SHARDED})
@@ -235,7 +239,7 @@ def two_ranks_in_16_bits(place: Place) -> Steps:
 
 @check("ranks", 200)
 def replicas_of_one_process(place: Place) -> Steps:
-    """Two and three replicas on one device; batch norm's sums go between their threads."""
+    """Two and three replicas on one device. Their threads exchange the sums of batch norm."""
     device = str(place.device)
     names = {f"{name} of {count}": (name, "+".join([device] * count)) for name, count in
              (("data_parallel", 2), ("data_parallel", 3), ("mirrored", 2), ("central_storage", 2))}  # fmt: skip

@@ -1,6 +1,6 @@
-"""Is the model that of a plain loop, on one device?
+"""Does Paceline train the same model as a plain loop, on one device?
 
-Compared is the difference of the weights as a share of what was learnt (`jobs.apart`), with `jobs.limit`.
+Compares the difference of the weights, relative to their change in training (`jobs.apart`), with `jobs.limit`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FORMS = ("loop", "closure")
 
 
 def compare(place: Place, job: Job, ways: list[Way]) -> Steps:
-    """Runs the job in each way, and plainly."""
+    """Run the job in each way, and in a plain loop."""
     start = job.make()
     yield f"{len(ways)} ways: " + "; ".join(map(str, ways))
     wrong: list[str] = []
@@ -35,13 +35,13 @@ def compare(place: Place, job: Job, ways: list[Way]) -> Steps:
                 wrong.append(f"{way}: {apart:.1e}")
         except CheckFault:
             raise
-        except Exception as error:  # the other ways still say something
+        except Exception as error:  # still run the other ways
             wrong.append(f"{way}: {type(error).__name__}: {error}")
     assert not wrong, "differ by more than the limit, or failed: " + "; ".join(wrong)
 
 
 def trained(place: Place, job: Job, way: Way, **settings: Any) -> tuple[list[Any], jobs.Order]:
-    """(models, order) of a run of its own on the place's device."""
+    """(models, order) of a separate run on the place's device."""
     given = {"device": str(place.device), "progress": "off", "tf32": False, "precision": way.precision}
     given |= {"channels_last": way.channels_last} | way.settings | settings
     run = paceline.start(**given)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""A script of a user's, for verify and compare."""
+"""A user's script, for verify and compare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DDP by hand, for doctor: script_by_hand.py DEVICE."""
+"""A script with hand-written DDP, for doctor: script_by_hand.py DEVICE."""
 
 from __future__ import annotations
 

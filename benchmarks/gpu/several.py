@@ -1,5 +1,5 @@
 """Two devices: `make gpu2`. Two ranks over NCCL, replicas of one process on two devices, overlap, a rank that fails,
-and GPUs that are bound to tasks as Slurm binds them. On a CPU the same goes over gloo."""
+and GPUs that are bound to tasks as by Slurm. On CPUs the same checks use gloo."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ WARM = 5  # steps
 
 
 def over_nccl(place: Place, cases: dict[str, Case]) -> Steps:
-    """As over_ranks; and the backend of the devices' tensors must be NCCL."""
+    """Like over_ranks. Also checks that the backend for tensors on GPUs is NCCL."""
     others = []
     for given in over_ranks(place, cases):
         yield given
         if isinstance(given, dict) and place.device.type == "cuda":
-            others += [f"{name}: {of['backends']}" for name, of in given.items() if "cuda:nccl" not in of["backends"]]
+            others += [
+                f"{name}: {of['backends']}" for name, of in given.items() if of["backends"].get("cuda") != "nccl"
+            ]
     assert not others, "not over NCCL: " + "; ".join(others)
 
 
@@ -69,10 +71,10 @@ def replicas_on_two_devices(place: Place) -> Steps:
 
 @check("several", 50, ranks=2)
 def communication_behind_the_backward(place: Place) -> Steps:
-    """In a trace of one step of ddp, gradients must travel while the backward computes."""
+    """In a trace of one ddp step, communication must overlap with the backward."""
     width, depth, batch, bucket = (256, 8, 128, 0.25) if place.small else (4096, 8, 4096, 25)
     yield f"a trace of one step of ddp: {depth} layers of {width}, a global batch of {batch}, buckets of {bucket} MB"
-    run = paceline.start(device=str(place.device), progress="off", strategy=f"ddp:bucket_mb={bucket}")
+    run = paceline.start(device=str(place.device), progress="off", strategy=f"ddp:reducer=native,bucket_mb={bucket}")
     torch.manual_seed(0)
     model = jobs.perceptron(width, depth, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
@@ -107,7 +109,7 @@ def communication_behind_the_backward(place: Place) -> Steps:
 
 
 def environment(own: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """This process's, without what a launcher has written there."""
+    """This process's environment, without a launcher's variables."""
     kept = {name: value for name, value in own.items() if not name.startswith((*FROM_A_LAUNCHER, "SLURM_"))}
     return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(ROOT), own.get("PYTHONPATH", "")])}
 
@@ -143,7 +145,7 @@ def tasks(place: Place, path: Path, *words: str) -> list[subprocess.Popen[str]]:
 
 
 def ended(process: subprocess.Popen[str], seconds: float) -> str:
-    """What a process printed, which is ended after so long: first by SIGTERM, at which a launcher ends its ranks."""
+    """The output of a process, which is ended after a time limit: first with SIGTERM, so a launcher ends its ranks."""
     for end, wait in ((process.terminate, seconds), (process.kill, 5.0)):
         try:
             return process.communicate(timeout=wait)[0]
@@ -153,7 +155,7 @@ def ended(process: subprocess.Popen[str], seconds: float) -> str:
 
 
 def patience(place: Place) -> float:
-    """Seconds from the start of processes to their end: they begin in some ten, but on a busy CPU in any number."""
+    """The time limit for processes, in seconds. They start in about ten, but on a busy CPU much later."""
     return 130.0 if place.small else 45.0
 
 
@@ -163,7 +165,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 @check("several", 50)
 def bound_to_gpus_as_by_slurm(place: Place) -> Steps:
-    """Each rank sees one GPU, as cuda:0; they must find that these are two, and take NCCL."""
+    """Each rank sees one GPU, as cuda:0. They must detect that there are two GPUs, and use NCCL."""
     yield "two tasks with the variables of srun, and one visible GPU each; no launcher"
     path = place.folder / "member.json"
     started = tasks(place, path)
@@ -178,7 +180,7 @@ def bound_to_gpus_as_by_slurm(place: Place) -> Steps:
     if place.device.type == "cuda":
         assert [of["device"] for of in told] == ["cuda:0", "cuda:0"]
         assert told[0]["card"] != told[1]["card"], "both took one GPU"
-        assert all("cuda:nccl" in of["backends"] for of in told), told
+        assert all(of["backends"].get("cuda") == "nccl" for of in told), told
 
 
 @check("several", 135)
@@ -205,7 +207,7 @@ def the_end_after_one_rank_has_failed(place: Place) -> Steps:
 
 
 def under(launcher: list[str], place: Place, path: Path) -> tuple[str, int]:
-    """(output, exit code) of a launcher with two ranks of which one raises."""
+    """(output, exit code) of a launcher with two ranks, where one raises."""
     command = [*launcher, *member(place, path, "--fail-at", "3")]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT)  # fmt: skip
@@ -213,8 +215,10 @@ def under(launcher: list[str], place: Place, path: Path) -> tuple[str, int]:
 
 
 def under_srun(place: Place, path: Path) -> tuple[str, int]:
-    """(output, exit code) of the task that raises, without a launcher that would end it. The other one is ended when
-    it is gone, as srun --kill-on-bad-exit does."""
+    """(output, exit code) of the task that raises, without a launcher.
+
+    The other task is ended afterwards, as by srun --kill-on-bad-exit.
+    """
     other, fails = tasks(place, path, "--fail-at", "3")
     output = ended(fails, patience(place))
     other.kill()

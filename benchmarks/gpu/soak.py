@@ -1,9 +1,9 @@
-"""Two minutes of training with all that a long run does, while nothing may grow.
+"""Two minutes of training with all features of a long run, during which nothing may grow.
 
-At the end of each epoch, after a garbage collection, so that what only waits to be collected does not count, a sample
-is taken: memory of the device, of the process, its threads, open files and child processes. Growth is the slope by
-Theil and Sen (the median of the slopes between all pairs of samples), over the last three quarters of the time, times
-that time. So a single sample that stands out, or a cache that fills at the start, is no growth.
+At the end of each epoch, after a garbage collection, a sample is taken: memory of the device and of the process, its
+threads, open files and child processes. Growth is the slope by Theil and Sen (the median of the slopes between all
+pairs of samples) over the last three quarters of the time, times that time. So an outlier, or a cache that fills at the
+start, does not count as growth.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import paceline
 
 SECONDS = 120.0
 LEAST_SAMPLES = 12
-# What each may grow by. An allocator's reserve and the process's memory move in pieces of some MB.
+# The allowed growth of each. The allocator's reserve and the process's memory change in steps of some MB.
 BARS = {
     "allocated on the device, MB": 1.0,
     "reserved on the device, MB": 16.0,
@@ -53,15 +53,15 @@ def sample(device: torch.device) -> dict[str, float]:
 
 
 def slope(times: list[float], values: list[float]) -> float:
-    """Of the line through the points, in values a second, by Theil and Sen."""
+    """The slope of the line through the points, per second, by Theil and Sen."""
     pairs = combinations(zip(times, values, strict=True), 2)
     return statistics.median((b - a) / (t - s) for (s, a), (t, b) in pairs)
 
 
 def growth(times: list[float], samples: list[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Of each quantity the first value, the last, and what it grew by."""
+    """For each quantity: the first value, the last value, and its growth."""
     late = [number for number, at in enumerate(times) if at >= times[0] + (times[-1] - times[0]) / 4]
-    chosen = late[:: max(1, len(late) // 200)]  # pairs are many
+    chosen = late[:: max(1, len(late) // 200)]  # limits the number of pairs
     span = times[late[-1]] - times[late[0]]
     found = {}
     for name in samples[0]:

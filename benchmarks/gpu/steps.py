@@ -1,20 +1,21 @@
-"""What a step costs beside the same step by hand, on one device, in one run.
+"""The cost of a step compared with a hand-written step, on one device, in one run.
 
-As in benchmarks/overhead.py there are four training states that start alike: A and A' by hand, P and P' under Paceline.
-Rounds of a block of steps each, in an order drawn anew every round, so that a clock that falls and neighbours hit all
-four alike. Before and after a block the host waits for the device, so a block's time is that of all its work; a block
-has five steps at least, so that the host can run ahead in it as it does in training. The batch lies on the device.
-Paceline's side takes it from a loader (`run.batches`): the yield, which opens a step, is in its time.
+As in benchmarks/overhead.py there are four trainings with the same initial state: A and A' by hand, P and P' under
+Paceline. Each round has a block of steps of each, in a new random order, so that a falling clock and other programs
+affect all four alike. The host waits for the device before and after a block, so a block's time includes all its work.
+A block has at least five steps, so that the host can run ahead as in training. The batch is on the device. Paceline's
+side takes it from a loader (`run.batches`), and its time includes the yield.
 
-FLOPs are those of one forward and backward as torch.utils.flop_counter counts them on the eager model: products of
-matrices and convolutions, a multiplication and an addition being two; causal attention counts as whole; what autocast,
-norms and the optimizer do is left out. The matrix rate is that of one large product of square matrices, in the dtype in
-which the model multiplies.
+FLOPs are counted by torch.utils.flop_counter for one forward and backward of the eager model: matrix products and
+convolutions, two per multiplication with addition; causal attention counts as full attention; autocast, norms and the
+optimizer are left out. The matrix rate is that of one large product of square matrices, in the dtype of the model's
+products.
 
-Beside the times stands how far a side's weights are, after its first step, from those of an eager step by hand, as a
-share of what was learnt: that both compute the same. (Later, in 16 bits, a rounding grows to anything.)
+To show that both sides compute the same, the table has the difference of a side's weights after its first step from an
+eager hand-written step, relative to the change in that step. (In later steps in 16 bits, rounding can grow
+arbitrarily.)
 
-Peak memory is of one side alone: what its steps reach, less what was allocated before the side was made.
+Peak memory is that of one side: the peak in its steps, minus the memory allocated before the side was made.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ LEAST_ROUNDS = 6
 
 @dataclass(frozen=True)
 class Load:
-    """What a step trains."""
+    """The model, batch and optimizer of a step."""
 
     about: str  # the model and the batch, in words
     make: Callable[[], nn.Module]
     batch: Callable[[], Batch]  # made on torch's default device
     optimizer: Callable[[Any], torch.optim.Optimizer]
-    clip: float | None = None  # the most that the norm of the gradient may be
+    clip: float | None = None  # the maximum norm of the gradient
     precision: str = "fp32"  # or "bf16": autocast
     channels_last: bool = False
     tokens: int = 0  # in an example; 0: examples have none
     compiled: bool = False
 
     def start(self) -> nn.Module:
-        """The model with the weights that all sides start from."""
+        """The model with the initial weights of all sides."""
         torch.manual_seed(0)
         return self.make()
 
@@ -68,7 +69,7 @@ class Load:
 
 
 def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-    """A mean over all that is classified. The model gives (batch, classes) or (batch, tokens, vocabulary)."""
+    """The mean over examples or tokens. The model returns (batch, classes) or (batch, tokens, vocabulary)."""
     inputs, targets = batch
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
@@ -80,7 +81,7 @@ def on(device: torch.device, load: Load) -> Batch:
 
 
 class ByHand:
-    """The step as one writes it."""
+    """A hand-written step."""
 
     def __init__(self, load: Load, device: torch.device, batch: Batch) -> None:
         self.load, self.device, self.batch = load, device, batch
@@ -102,7 +103,7 @@ class ByHand:
 
 
 class UnderPaceline:
-    """The same under Paceline, as a user writes it."""
+    """The same step under Paceline."""
 
     def __init__(self, load: Load, run: Run, batch: Batch) -> None:
         self.load, self.run = load, run
@@ -117,14 +118,14 @@ class UnderPaceline:
 
 
 def waited(device: torch.device) -> float:
-    """The time when all that the device was given is done."""
+    """Wait for the device, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
-    """Seconds a step, in a block of so many."""
+    """Seconds per step, in a block of steps."""
     start = waited(device)
     for _ in range(steps):
         step()
@@ -134,12 +135,14 @@ def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
 def begun(
     make: Callable[[], Any], device: torch.device, first: tuple[list[nn.Module], ...]
 ) -> tuple[Any, dict[str, float]]:
-    """(a side that has made its first steps, its figures); on a CPU memory is not told. first: models after the first
-    step, and before."""
+    """Make a side and its first steps. Returns (side, figures); without memory on a CPU.
+
+    first: models after and before the first step.
+    """
     cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated() if cuda else 0
     side = make()
-    told = {"first step, s": timed(side.step, 1, device)}  # compiles, where it is to
+    told = {"first step, s": timed(side.step, 1, device)}  # includes compilation, if any
     told["weights apart after the first step"] = jobs.apart([side.model], *first)
     for _ in range(WARM):
         side.step()
@@ -154,7 +157,7 @@ def begun(
 
 
 def matrix_rate(dtype: torch.dtype, place: Place) -> float:
-    """TFLOP/s of a product of square matrices: of the best of ten blocks."""
+    """TFLOP/s of a product of square matrices, in the best of ten blocks."""
     size = 128 if place.small else 8192
     a, b = (torch.randn(size, size, device=place.device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(a)
@@ -163,7 +166,7 @@ def matrix_rate(dtype: torch.dtype, place: Place) -> float:
 
 
 def flops(load: Load) -> int:
-    """Of one forward and backward, counted without computing."""
+    """The FLOPs of one forward and backward, counted without computing."""
     meta = torch.device("meta")
     with meta:
         model = load.make()
@@ -175,9 +178,9 @@ def flops(load: Load) -> int:
 
 
 def measured(load: Load, place: Place, seconds: float) -> dict[str, Any]:
-    """The figures of a load. seconds: how long rounds are begun; the sides are made before."""
+    """The figures of a load. seconds: begin rounds for this long, after the sides are made."""
     device = place.device
-    rate = matrix_rate(load.dtype, place)  # first: what cuBLAS keeps for itself is no side's memory
+    rate = matrix_rate(load.dtype, place)  # first, so that cuBLAS's workspace counts for no side
     count = flops(load)
     batch = on(device, load)
     eager = ByHand(replace(load, compiled=False), device, batch)
@@ -213,7 +216,7 @@ def measured(load: Load, place: Place, seconds: float) -> dict[str, Any]:
 def in_rounds(
     steps: dict[str, Callable[[], None]], device: torch.device, seconds: float, block: float = 0.05
 ) -> dict[str, list[float]]:
-    """{side: seconds a step, for each round}. block: the least seconds of a block of steps."""
+    """{side: seconds per step, for each round}. block: the minimum seconds of a block of steps."""
     count = max(LEAST_STEPS, round(block / min(timed(step, LEAST_STEPS, device) for step in steps.values())))
     times: dict[str, list[float]] = {side: [] for side in steps}
     draw, end = random.Random(0), time.perf_counter() + seconds
@@ -224,7 +227,7 @@ def in_rounds(
 
 
 def summary(times: dict[str, list[float]], examples: int, tokens: int) -> dict[str, Any]:
-    """Medians and quartiles of what is by hand (A, A') and of ours (P, P'), and their ratio with its 95% interval."""
+    """Medians and quartiles of hand-written (A, A') and our steps (P, P'), and their ratio with its 95% interval."""
     of = {side: torch.tensor(values, dtype=torch.float64) for side, values in times.items()}
     pairs = {"by hand": torch.stack([of["A"], of["A'"]], 1), "ours": torch.stack([of["P"], of["P'"]], 1)}
     found: dict[str, Any] = {"rounds": len(of["A"])}
@@ -248,7 +251,7 @@ def told(load: Load, place: Place, seconds: float) -> Steps:
 
 
 def of_one_millisecond(place: Place) -> Load:
-    """A perceptron as deep as a step by hand takes 1 ms."""
+    """A perceptron with a depth for which a hand-written step takes 1 ms."""
     batch, width = (16, 64) if place.small else (64, 2048)
     for depth in range(2, 65, 2):
         load = Load(
@@ -297,7 +300,7 @@ def gpt2(place: Place, compiled: bool = False) -> Load:
 
 
 def seconds(place: Place, compiled: bool = False) -> float:
-    """How long a load is measured. Compiling takes its share of the part's minutes."""
+    """The seconds to measure a load. Less for compiled models, since compiling takes time too."""
     if place.small:
         return 1.0
     return 15.0 if compiled else 25.0

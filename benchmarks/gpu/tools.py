@@ -1,4 +1,4 @@
-"""torch.compile; and verify, doctor and compare on a script of their users."""
+"""torch.compile; and verify, doctor and compare on a user's script."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BY_HAND = Path(__file__).with_name("script_by_hand.py")
 
 @check("ranks", 300)
 def compiled_models(place: Place) -> Steps:
-    """Under torch.compile: the model, its graph breaks, and how often it is compiled anew."""
+    """Under torch.compile: the model, its graph breaks, and the number of recompilations."""
     from torch._dynamo.utils import counters
 
     yield "convolutions with batch norm, and a transformer, in both forms: compiled beside eager"
@@ -42,7 +42,7 @@ def compiled_models(place: Place) -> Steps:
         breaks = {str(reason)[:120]: count for reason, count in counters["graph_break"].items()}
         found[name] = {"difference": apart, "graphs": stats.get("unique_graphs", 0), "graph breaks": breaks,
                        "frames": frames, "compiled anew": sum(counters["recompiles"].values())}  # fmt: skip
-        limit = max(1e-3, jobs.limit(way.precision))  # what is fused is not rounded between
+        limit = max(1e-3, jobs.limit(way.precision))  # fused kernels round less
         wrong += [f"{name}: {apart:.1e}"] * (not apart <= limit)
         wrong += [f"{name}: nothing was compiled"] * (not found[name]["graphs"])
     yield found
@@ -50,7 +50,7 @@ def compiled_models(place: Place) -> Steps:
 
 
 def command(place: Place, *words: str, seconds: float = 240) -> tuple[int, str]:
-    """(exit code, output) of `paceline`, run in the check's folder."""
+    """Run `paceline` in the check's folder. Returns (exit code, output)."""
     done = subprocess.run(
         [sys.executable, "-m", "paceline", *words], cwd=place.folder, capture_output=True, text=True, timeout=seconds,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[2] / "src"), str(SCRIPT.parents[2])])},

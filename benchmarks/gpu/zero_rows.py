@@ -1,9 +1,9 @@
-"""Batches of 0 rows: what an empty shard asks of torch's functions, in fp32 and in 16 bits.
+"""Batches of 0 rows: do torch's functions support empty shards, in fp32 and in 16 bits?
 
-Each function computes a batch of two rows and one of none, as a training step does: forward, then the backward of the
-output's sum. Over no rows the output must have the shape of the other with 0 rows, and its backward must give every
-parameter a gradient of zeros. The dtype may differ: cuDNN's recurrent layers give float16 under any autocast, and over
-no rows they are not called.
+Each function computes a batch of two rows and an empty batch, as in a training step: forward, then the backward of the
+output's sum. For the empty batch the output must have the same shape with 0 rows, and every parameter must get a
+gradient of zeros. The dtype may differ: cuDNN's recurrent layers return float16 under any autocast, and are not called
+without rows.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from paceline.data.zero_rows import ZERO_ROWS
 
 Case = tuple[nn.Module, Callable[[int], tuple[Tensor, ...]]]
-"""(a module, the inputs of a batch of so many rows)."""
+"""(a module, makes the inputs of a batch with a number of rows)."""
 
 
 class Calls(nn.Module):
-    """A function with parameters of these shapes, which it is given after the inputs."""
+    """A module that calls a function with the inputs and then parameters of these shapes."""
 
     def __init__(self, function: Callable[..., Any], *shapes: tuple[int, ...]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Calls(nn.Module):
 
 
 class FirstOf(nn.Module):
-    """A module that returns a tuple, of which the first is the output. recurrent: the rows are the second dimension."""
+    """The first output of a module that returns a tuple. recurrent: the rows are the second dimension."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ def many(*makers: Callable[[int], tuple[Tensor, ...]]) -> Callable[[int], tuple[
 
 
 def cases() -> dict[str, Case]:
-    """Of each kind of function that a model calls."""
+    """Cases for each kind of function that models call."""
     tokens, image, wide = rows(5, 32), rows(8, 6, 6), rows(32)
     found: dict[str, Case] = {
         "attention": (Attention(), tokens),
@@ -211,7 +211,7 @@ class Packed(nn.Module):
 
 
 def fault(module: nn.Module, inputs: Callable[[int], tuple[Tensor, ...]], place: Place, dtype: torch.dtype) -> str:
-    """What is wrong with this module over no rows; "": nothing."""
+    """The problem of this module with an empty batch; "" if there is none."""
     module = module.to(place.device)
     made: dict[int, Any] = {}
     for count in (2, 0):
@@ -262,8 +262,8 @@ def batches_of_no_rows(place: Place) -> Steps:
 
 
 REFUSED = frozenset(("InstanceNorm2d", "rfft", "ctc_loss", "packed GRU", "PixelShuffle"))
-"""The functions that torch refuses over no rows, most on CPUs too. Where a model uses one, a shard without examples
-ends in an error that names it (`paceline.step.messages.empty_message`)."""
+"""The functions that torch refuses for empty batches, most of them on CPUs too. If a model uses one, an empty shard
+raises an error with the name of the function (`paceline.step.messages.empty_message`)."""
 
 
 def _told(module: nn.Module, inputs: Callable[[int], tuple[Tensor, ...]], place: Place, dtype: torch.dtype) -> str:

@@ -1,9 +1,9 @@
-"""`make bench`: times the contenders on each model, and writes the JSON and its page.
+"""`make bench`: time the contenders on each model, and write the JSON and its page.
 
-    python -m benchmarks.suite --models mlp gpt --seconds 60     # the others' figures stay as they are in the file
+    python -m benchmarks.suite --models mlp gpt --seconds 60     # figures of other models in the file are kept
 
-A model's figures are written when it is done, and replace those that the file has of it: what was measured on another
-machine, or with another torch, is dropped first. Exit code: 0, or 1 where nothing could be measured.
+A model's figures are written when it is done, and replace its figures in the file. Results from another machine or
+another torch are removed first. Exit code: 0, or 1 if nothing could be measured.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> int:
             print(f"  left out: {error}", flush=True)
         else:
             done += 1
-        shown = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # no paths of here
+        shown = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # hide local paths
         found |= {
             "command": shlex.join(["python", "-m", "benchmarks.suite", *shown]),
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -83,7 +83,7 @@ def write(path: Path, name: str, found: dict[str, Any]) -> None:
     before = json.loads(path.read_text()) if path.exists() else {}
     models = before["models"] if before.get("machine") == here else {}
     if "left_out" in found and "left_out" not in models.get(name, {"left_out": ""}):
-        return  # what was measured before says more
+        return  # keep the earlier result
     models[name] = found
     ordered = {key: models[key] for key in [*MODELS, GPU] if key in models}
     part = path.with_name(f"part of {path.name}")

@@ -1,7 +1,7 @@
-"""Who trains the models, and how each is started. A further one is a line in CONTENDERS. Imports no torch.
+"""The contenders: tools that train the models. To add one, add a line to CONTENDERS. Does not import torch.
 
-All of one run have the same model, first weights, order, global batch and optimizer (models.py). Each is set up as its
-own documentation says is best on CPUs, in float32.
+All contenders of a run have the same model, initial weights, order, global batch and optimizer (models.py). Each is
+configured as its documentation recommends for CPUs, in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CORES = len(os.sched_getaffinity(0))
 TENSORFLOW = ROOT / "build" / "tensorflow" / "bin" / "python"
-"""A Python that has tensorflow; `make bench` makes it. PACELINE_TENSORFLOW names another."""
+"""A Python with tensorflow, made by `make bench`. PACELINE_TENSORFLOW names another."""
 
 REFERENCE = "one process, all threads"
 BY_HAND = "DDP by hand"
@@ -30,13 +30,13 @@ class Contender:
     processes: int = 2
     threads: int = 1  # of each process; of tf.distribute, logical devices and threads of its one process
     strategy: str = ""  # of Paceline
-    # Whose the statistics of batch norm are: "global", "shard"; "" with one replica, where both are the same.
+    # The statistics of batch norm: "global" or "shard"; "" with one replica, since both are the same.
     batch_norm: str = ""
-    package: str | None = None  # that it needs
-    peer: bool = False  # is it another library, with which Paceline is compared?
+    package: str | None = None  # a required package
+    peer: bool = False  # whether it is another library to compare Paceline with
 
     def missing(self) -> str | None:
-        """Why it cannot be run here; None: it can."""
+        """The reason why it cannot run here; None if it can."""
         if self.kind == "tensorflow":
             python = tensorflow_python()
             return None if python.exists() else f"there is no {python}: make bench installs TensorFlow there"
@@ -73,7 +73,7 @@ CONTENDERS = [
     Contender("Paceline shared", "paceline", strategy="shared", batch_norm="global"),
 ]
 
-# Those of earlier runs: a file that is added to may still hold their figures.
+# Contenders of earlier runs: the file may still hold their figures.
 FORMER = [
     Contender("Paceline ddp, shared memory", "paceline", strategy="ddp:reducer=shared_memory", batch_norm="global"),
 ]

@@ -1,4 +1,4 @@
-"""Medians, ratios and their intervals, from the seconds of rounds. Imports no torch."""
+"""Medians, ratios and their intervals, from the seconds of rounds. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DRAWS = 4000
 
 
 def interval(values: Sequence[float]) -> list[float]:
-    """[median, lower and upper end of its 95% interval]: a bootstrap over rounds."""
+    """[median, lower end, upper end] with the 95% interval from a bootstrap over rounds."""
     of = np.asarray(values, dtype=np.float64)
     draws = np.random.default_rng(0).integers(len(of), size=(DRAWS, len(of)))
     low, high = np.quantile(np.median(of[draws], axis=1), [0.025, 0.975])
@@ -19,7 +19,7 @@ def interval(values: Sequence[float]) -> list[float]:
 
 
 def ratios(top: Sequence[float], bottom: Sequence[float]) -> list[float]:
-    """The same of the ratios within rounds."""
+    """The same for the ratios within rounds."""
     return interval([a / b for a, b in zip(top, bottom, strict=True)])
 
 
@@ -28,7 +28,7 @@ def medians(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def settled(ratio: Sequence[float], control: Sequence[float]) -> bool:
-    """Whether a ratio is above or below 1 by more than its interval, and by more than the A/A control's."""
+    """Whether a ratio differs from 1 by more than its interval and by more than the A/A control."""
     median, low, high = ratio
     spread = max(abs(control[1] - 1), abs(control[2] - 1))
     return (low > 1 or high < 1) and abs(median - 1) > spread

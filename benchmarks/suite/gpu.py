@@ -1,7 +1,7 @@
-"""The part of `make bench` for a machine with a CUDA device: a step under Paceline beside the same step by hand.
+"""The part of `make bench` for a machine with a CUDA device: a step under Paceline compared with a hand-written step.
 
-By benchmarks/gpu/steps.py, which measures and checks; here are the ways of training that are compared. Each runs in a
-process of its own, so that none keeps another one's kernels, memory or switches.
+benchmarks/gpu/steps.py measures and checks; this module defines the compared ways of training. Each runs in a separate
+process, so that none keeps the kernels, memory or switches of another.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ DEADLINE_SECONDS = 600.0
 
 
 class NoDevice(Exception):
-    """Why nothing can be measured."""
+    """Nothing can be measured; the message has the reason."""
 
 
 def ways(small: bool) -> dict[str, tuple[Any, bool]]:
-    """{name: (what a step trains, may its products of float32 be TF32's?)}. small: models for a CPU."""
+    """{name: (the load of a step, whether float32 products may use TF32)}. small: models for a CPU."""
     from benchmarks.gpu import steps
     from benchmarks.gpu.check import Place
 
@@ -59,7 +59,7 @@ def one(name: str, seconds: float, small: bool) -> dict[str, Any]:
 
 
 def measured(seconds: float, small: bool = False) -> dict[str, Any]:
-    """The figures of all ways. Raises NoDevice where there is no CUDA device. seconds: for all together."""
+    """The figures of all ways. Raises NoDevice without a CUDA device. seconds: for all ways together."""
     if not small and not torch.cuda.is_available():
         raise NoDevice("there is no CUDA device that torch can use")
     names = list(ways(small))

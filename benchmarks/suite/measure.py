@@ -1,11 +1,11 @@
-"""Starts the contenders of a model, checks that they compute the same, and times them in turn.
+"""Start the contenders of a model, check that they compute the same, and time them alternately.
 
-All are started first and wait. A round asks each once, in an order drawn anew, for a block of steps: as many as take
-BLOCK_SECONDS by hand. While one computes the others wait for a line, and use no processor. The seconds of a block are
-those of its slowest process. Speeds are compared within a round.
+All contenders are started first, and wait. Each round asks each contender for a block of steps, in a new random order.
+A block has the number of steps that take BLOCK_SECONDS by hand. While one contender computes, the others block on a
+read, and use no CPU. The seconds of a block are those of its slowest process. Speeds are compared within a round.
 
-The losses of the first steps, as means over processes, are compared with the reference's, which is one process over the
-whole global batch; those of a contender whose batch norm is over a shard, with those of DDP by hand.
+The losses of the first steps, as means over processes, are compared with the reference: one process over the whole
+global batch. Contenders with batch norm over a shard are compared with hand-written DDP instead.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from benchmarks.suite.talk import JOB, SOCKET
 BLOCK_SECONDS = 0.4
 LEAST_ROUNDS = 5
 START_SECONDS = 240.0  # DeepSpeed compiles an extension at its first use
-EXTENSIONS = ROOT / "build" / "torch_extensions"  # where, so that nobody else waits for the same files
-ROOM_MB = 1500.0  # of memory that must be left after a contender has started
+EXTENSIONS = ROOT / "build" / "torch_extensions"  # a separate folder, so that no other program waits for the same files
+ROOM_MB = 1500.0  # memory that must be free after a contender has started
 
 
 class Failed(Exception):
-    """Why a contender cannot be measured."""
+    """A contender cannot be measured; the message has the reason."""
 
 
 class Group:
@@ -75,7 +75,7 @@ class Group:
             "batch": of.global_batch,
             "optimizer": of.optimizer,
         }
-        for lock in EXTENSIONS.glob("*/*/lock"):  # of a process that was killed: others would wait for it for ever
+        for lock in EXTENSIONS.glob("*/*/lock"):  # left by a killed process; others would wait forever
             lock.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(self._path)
@@ -99,7 +99,7 @@ class Group:
         except Failed:
             self.close()
             raise
-        # the loss of the global batch, of each of the first steps
+        # the loss of the global batch in each of the first steps
         self.losses = [sum(step) / len(step) for step in zip(*(one["losses"] for one in told), strict=True)]
 
     def _command(self) -> list[str]:
@@ -144,7 +144,7 @@ class Group:
         return text.splitlines()[-1][:300] if text else "no word"
 
     def _hear(self, seconds: float) -> list[dict[str, Any]]:
-        """A line of each process."""
+        """Read a line from each process."""
         told: list[dict[str, Any]] = []
         end = time.monotonic() + seconds
         for connection, lines in zip(self._connections, self._lines, strict=True):
@@ -157,7 +157,7 @@ class Group:
         return told
 
     def ask(self, seconds: float = 120.0, **what: Any) -> list[dict[str, Any]]:
-        """The answers of all processes."""
+        """Ask all processes. Returns their answers."""
         for lines in self._lines:
             lines.write(json.dumps(what) + "\n")
             lines.flush()
@@ -186,7 +186,7 @@ def _free_port() -> int:
 
 
 def measured(name: str, contenders: Sequence[Contender], sources: Sources, seconds: float) -> dict[str, Any]:
-    """The figures of a model. seconds: how long rounds are begun. Raises NoData."""
+    """The figures of a model. seconds: begin rounds for this long. Raises NoData."""
     model = MODELS[name]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, contextlib.ExitStack() as stack:
         _write(Path(folder), model, sources)
@@ -217,7 +217,7 @@ def _write(folder: Path, model: Model, sources: Sources) -> None:
 def _started(
     model: str, contenders: Sequence[Contender], folder: Path, stack: contextlib.ExitStack
 ) -> tuple[dict[str, Group], dict[str, str]]:
-    """The contenders that can be measured, and why others are not."""
+    """The contenders that can be measured, and the reasons why others cannot."""
     groups: dict[str, Group] = {}
     skipped: dict[str, str] = {}
     largest = 0.0
@@ -240,8 +240,10 @@ def _started(
 
 
 def _apart(model: Model, groups: dict[str, Group], skipped: dict[str, str]) -> dict[str, float]:
-    """The largest relative difference of a first loss from the reference's. A contender that is further away than the
-    model's tolerance is not measured."""
+    """The largest relative difference of the first losses from the reference.
+
+    A contender outside of the model's tolerance is not measured.
+    """
     found = {}
     for title, group in list(groups.items()):
         shard = model.batch_norm and group.contender.batch_norm == "shard"
@@ -257,9 +259,9 @@ def _apart(model: Model, groups: dict[str, Group], skipped: dict[str, str]) -> d
 
 
 def _rounds(groups: dict[str, Group], model: Model, seconds: float, skipped: dict[str, str]) -> dict[str, Any]:
-    """Seconds a step and bytes sent a step, for each contender and round."""
+    """Seconds per step and bytes sent per step, for each contender and round."""
     steps = 3
-    for _ in range(2):  # warm up, and find how many steps a block has
+    for _ in range(2):  # warm up, and find the number of steps in a block
         took = {}
         for title, group in list(groups.items()):
             with _or_left_out(title, groups, skipped):
@@ -289,8 +291,10 @@ def _or_left_out(title: str, groups: dict[str, Group], skipped: dict[str, str]) 
 
 
 def best(speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Of Paceline's ways and of the other libraries the one with the highest median, and how they stand to each other
-    and to what is written by hand: examples/s as ratios within rounds, each with its 95% interval."""
+    """The fastest of Paceline's strategies and of the other libraries, by their medians.
+
+    With ratios of examples/s within rounds, to each other and to the hand-written contenders, with 95% intervals.
+    """
     kinds = {one.name: one for one in CONTENDERS}
     ours = [title for title in speeds if kinds[title].kind == "paceline"]
     peers = [title for title in speeds if kinds[title].peer]

@@ -1,7 +1,7 @@
-"""What is trained: each model once, with its data, their order, batch and optimizer.
+"""The models, with their data, order, batch and optimizer.
 
-Step k of every contender is over the same global batch, number k % BATCHES of those below, of which process r of n has
-the r-th of n equal parts. It lies in memory, so that no loader is measured (benchmarks/data_path.py does that).
+In step k every contender uses the same global batch, number k % BATCHES; process r of n has the r-th of n equal parts.
+Batches are in memory, so no data loading is measured (benchmarks/data_path.py does that).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Data = tuple[Tensor, Tensor]
 
 
 class NoData(Exception):
-    """Why a model cannot be trained here."""
+    """A model cannot be trained here; the message has the reason."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Where data lie, which are not the project's."""
+    """Paths of external data."""
 
     cifar10: Path
     text: Path
@@ -37,19 +37,19 @@ class Sources:
 class Model:
     about: str  # in words
     make: Callable[[], nn.Module]
-    data: Callable[[int, Sources], Data]  # (so many examples, where data lie) -> inputs, targets. Raises NoData
+    data: Callable[[int, Sources], Data]  # (number of examples, sources) -> inputs, targets. Raises NoData
     global_batch: int
     optimizer: str  # of OPTIMIZERS
-    batch_norm: bool = False  # has it batch norm, whose statistics are over the global batch, or over a shard?
-    # Has it convolutions over images? With torch their weights and inputs then lie in memory as torch's tuning guide
-    # advises (channels_last), and as TensorFlow's always do.
+    batch_norm: bool = False  # whether it has batch norm, with statistics over the global batch or over a shard
+    # Whether it has convolutions over images. With torch their weights and inputs are then channels_last, as torch's
+    # tuning guide recommends, and as TensorFlow always stores them.
     images: bool = False
-    # How far the first losses may be apart, relative: other libraries add in another order, and Adam makes more of it.
+    # The allowed relative difference of the first losses: other libraries add in another order, and Adam amplifies it.
     tolerance: float = 2e-3
 
 
 def loss_fn(model: nn.Module, batch: Data | list[Tensor]) -> Tensor:
-    """The mean over all that is classified. The model gives (batch, classes) or (batch, tokens, vocabulary)."""
+    """The mean over examples or tokens. The model returns (batch, classes) or (batch, tokens, vocabulary)."""
     inputs, targets = batch
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
@@ -92,12 +92,12 @@ class Residual(nn.Module):
 
 
 def _examples() -> None:
-    """Let the modules of examples/ be imported."""
+    """Make the modules of examples/ importable."""
     if str(ROOT / "examples") not in sys.path:
         sys.path.insert(0, str(ROOT / "examples"))
 
 
-LENGTH, VOCABULARY = 64, 65  # of a piece; of tinyshakespeare
+LENGTH, VOCABULARY = 64, 65  # of a piece of text; of tinyshakespeare
 
 
 def gpt() -> nn.Module:
@@ -131,7 +131,7 @@ def cifar10(count: int, sources: Sources) -> Data:
     except DataError as error:
         raise NoData(f"{error} (make bench CIFAR10=FILE)") from None
     images = ((train.images / 255) - MEAN) / DEVIATION
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(1))  # the zip has one class after the other
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1))  # the zip is sorted by class
     return images.permute(0, 3, 1, 2)[order].contiguous(), train.labels[order]
 
 
@@ -180,7 +180,7 @@ MODELS = {
 
 
 def started(model: Model) -> nn.Module:
-    """The model with the first weights that all contenders have."""
+    """The model with the initial weights of all contenders."""
     torch.manual_seed(0)
     network = model.make()
     return network.to(memory_format=torch.channels_last) if model.images else network  # type: ignore[call-overload]

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and its charts, from the JSON of `make bench`; they show nothing else. Imports no torch.
+"""Write docs/benchmarks.md and its charts from the JSON of `make bench`. Does not import torch.
 
 python -m benchmarks.suite.page benchmarks/results/bench.json docs/benchmarks.md
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.curves import WIDTH, svg
-from benchmarks.suite.contenders import AGAIN, BY_HAND, CONTENDERS, FORMER, REFERENCE, ROOT
+from benchmarks.suite.contenders import AGAIN, BY_HAND, CONTENDERS, FORMER, ROOT
 from benchmarks.suite.figures import settled
 
 IMAGES = "img/benchmarks"
@@ -22,31 +22,29 @@ KINDS = {one.name: one for one in [*CONTENDERS, *FORMER]}
 OURS, PEER, OTHER = "#1f6feb", "#8c959f", "#d0d7de"
 
 INTRODUCTION = """\
-# Beside others, measured
+# Benchmarks beside other tools
 
-Written by `make bench` from `{name}`. Each table is of one run, in which the contenders took turns: all have the same
-model, first weights, order, global batch and optimizer, and each is set up as its documentation advises for CPUs, in
-float32. Two processes have one thread each; one process has as many threads as there are cores. `DDP by hand` has
-`gradient_as_bucket_view` and `static_graph`, and so do Accelerate, Fabric and `Paceline ddp, gloo`; DeepSpeed has ZeRO
-stage 0. Weights and images of convolutions lie in memory as `channels_last` with torch, and as NHWC with TensorFlow. A
-batch lies in memory, so that no loader is measured.
+Examples per second of Paceline, hand-written DDP, Accelerate, Lightning Fabric, DeepSpeed and
+tf.distribute on CPUs. `make bench` writes this page from `{name}`.
 
-Speeds are medians over rounds. Ratios are those within a round, with their 95% interval, a bootstrap over rounds.
-`DDP by hand, again` is the control: the same program twice. A ratio that is not further from 1 than the control's
-interval, or whose own interval has 1 in it, is called "no difference".
-
-Before anything is timed, the losses of the first 4 steps must be those of one process over the whole global batch (to
-0.2 %; to 2 % with `mobilenet`, of which float32 and float64 are 0.2 % apart by then); a contender that computes
-something else is left out. (Batch norm over a shard is compared with that of DDP by hand.)
-Bytes are those that a process sent by TCP, as the kernel counts them: what goes through shared memory or a Unix socket
-is not among them. Memory that processes share is divided among them.
+- **Setup**: the same model, first weights, order, global batch and optimizer, in float32, each tool set up as its
+  documentation recommends for CPUs. Runs with two processes have one thread each; the run with one process has
+  one thread per core. The batch is in memory, so data loading is not measured.
+- **Options**: `gradient_as_bucket_view` and `static_graph` for hand-written DDP, Accelerate, Fabric and
+  `Paceline ddp, gloo`; ZeRO stage 0 for DeepSpeed; `channels_last` with torch, NHWC with TensorFlow.
+- **Speed**: the contenders take turns. Medians over rounds; ratios within a round, with their 95% bootstrap interval.
+- **≈** marks no difference: the interval contains 1, or the ratio is no further from 1 than the interval of the
+  control (hand-written DDP against itself).
+- **Check**: before timing, the losses of the first 4 steps must match one process over the whole global batch to 0.2%
+  (`mobilenet`: 2%). With batch norm per shard they must match hand-written DDP. The rest is left out.
+- The file also has ratios to one process, bytes sent, and memory.
 """
 
 EMPTY = "Nothing has been measured on this page yet."
 
 
 def page(document: dict[str, Any], name: str) -> str:
-    """name: of the JSON, from the root of the repository."""
+    """The page, as Markdown. name: the path of the JSON from the root of the repository."""
     models = {model: found for model, found in document["models"].items() if model != GPU}
     measured = {model: found for model, found in models.items() if "left_out" not in found}
     parts = [INTRODUCTION.format(name=name)]
@@ -61,28 +59,30 @@ def page(document: dict[str, Any], name: str) -> str:
     parts += [f"{textwrap.fill(note, 118)}\n" for note in notes]
     commands = dict.fromkeys(found["command"] for found in measured.values())
     parts.append("\n".join(["```", *map(folded, commands), "```", ""]))
-    parts.append("## Paceline's best way, and the best of the others\n")
-    parts.append("examples/s as ratios; more than 1 is faster.\n")
+    parts.append("## Summary\n")
+    parts.append("Ratios of examples/s of the fastest Paceline strategy; more than 1 is faster.\n")
     parts.append(table(summary(measured), name))
+    parts.append("## Each contender beside hand-written DDP\n")
+    parts.append("Ratios of examples/s. (1): batch norm per shard, as in hand-written DDP.\n")
+    parts.append(table(beside(measured), name))
     for model, found in measured.items():
         parts.append(f"## {found['about'][0].upper()}{found['about'][1:]}\n")
         parts.append(
             f"{found['parameters']:,} parameters, a global batch of {found['global_batch']}, {found['optimizer']}, "
             f"{found['rounds']} rounds of {found['steps_of_a_block']} steps each.\n"
         )
-        parts.append(f"![Examples a second of each contender]({IMAGES}/{model}.svg)\n")
-        parts.append(table(rows(found), name))
+        parts.append(f"![Examples per second of each contender]({IMAGES}/{model}.svg)\n")
         if found["skipped"]:
             parts.append("\n".join([f"- {title}: left out. {why}" for title, why in found["skipped"].items()]) + "\n")
     for model, found in models.items():
         if "left_out" in found:
             parts.append(f"`{model}` is left out: {found['left_out']}.\n")
-    parts.append(on_gpu(document["models"].get(GPU, {"left_out": "it was not asked for"}), name))
+    parts.append(on_gpu(document["models"].get(GPU, {"left_out": "this run did not include the GPU models"}), name))
     return "\n".join(parts)
 
 
 def folded(command: str) -> str:
-    """Over several lines, as a shell takes it."""
+    """The command over several lines, for a shell."""
     return " \\\n    ".join(textwrap.wrap(command, 88, break_long_words=False, break_on_hyphens=False))
 
 
@@ -94,53 +94,54 @@ def table(lines: Iterator[list[str]], name: str) -> str:
 
 
 def ratio(of: list[float], control: list[float] | None = None) -> str:
-    """With its interval. control: that of the A/A contender; a ratio within it is no difference."""
+    """A ratio with its interval. control: the ratio of the A/A contender; "≈" marks a ratio within it."""
     text = f"{of[0]:.2f} [{of[1]:.2f}, {of[2]:.2f}]"
-    return text if control is None or settled(of, control) else f"{text}, no difference"
+    return text if control is None or settled(of, control) else f"≈{text}"
 
 
 def summary(measured: dict[str, Any]) -> Iterator[list[str]]:
-    yield ["model", "Paceline", "the other", "Paceline / the other", "/ DDP by hand", "/ one process, all threads",
-           "/ one process, one thread", "control"]  # fmt: skip
+    yield ["model", "Paceline", "fastest other", "Paceline / fastest other", "/ DDP", "/ one process, all threads",
+           "control"]  # fmt: skip
     for model, found in measured.items():
         best = found["best"]
         control = best.get("control")
         if "ours" not in best:
             continue
         cells = [f"`{model}`", best["ours"].removeprefix("Paceline "), best.get("peer", "")]
-        for key in ("ours / peer", "ours / by hand", "ours / all threads", "ours / one thread"):
+        for key in ("ours / peer", "ours / by hand", "ours / all threads"):
             cells.append(ratio(best[key], control) if key in best else "")
         yield [*cells, ratio(control) if control else ""]
 
 
-def rows(found: dict[str, Any]) -> Iterator[list[str]]:
-    yield ["", "examples/s", "x DDP by hand", "x one process, all threads", "sent, MB a step", "peak, MB a process",
-           "memory of all, MB"]  # fmt: skip
-    control = found["best"].get("control")
-    for title, of in found["contenders"].items():
-        ratios = []
-        for name in (BY_HAND, REFERENCE):
-            own = of.get(f"x {name}")
-            ratios.append("" if own is None or name == title else ratio(own, None if title == AGAIN else control))
-        shard = found["batch_norm"] and KINDS[title].batch_norm == "shard"
-        yield [
-            title + ", batch norm by shard" * shard,
-            f"{of['examples/s'][0]:,.1f}",
-            *ratios,
-            f"{of['sent MB a step, each process']:.2f}",
-            f"{of['peak resident MB, a process']:.0f}",
-            f"{of['proportional MB, all processes']:.0f}",
-        ]
+def shown(title: str) -> str:
+    return title.replace("DDP by hand", "hand-written DDP")
+
+
+def beside(measured: dict[str, Any]) -> Iterator[list[str]]:
+    """A row for each contender, a column for each model."""
+    titles = dict.fromkeys(title for found in measured.values() for title in found["contenders"])
+    yield ["", *(f"`{model}`" for model in measured)]
+    for title in titles:
+        if title not in (AGAIN, BY_HAND):  # the control, which the summary shows, and the base
+            yield [title, *(cell(title, found) for found in measured.values())]
+
+
+def cell(title: str, found: dict[str, Any]) -> str:
+    of = found["contenders"].get(title, {})
+    if f"x {BY_HAND}" not in of:
+        return ""
+    shard = found["batch_norm"] and KINDS[title].batch_norm == "shard"
+    return ratio(of[f"x {BY_HAND}"], found["best"].get("control")) + " (1)" * shard
 
 
 def on_gpu(found: dict[str, Any], name: str) -> str:
     head = "## On a CUDA device\n"
     if "left_out" in found:
-        return f"{head}\nNot measured: {found['left_out']}. `make bench MODELS=gpu` is for a machine that has one.\n"
+        return f"{head}\nNot measured: {found['left_out']}. On a machine with a GPU run `make bench MODELS=gpu`.\n"
 
     def lines() -> Iterator[list[str]]:
-        yield ["a step", "by hand, ms", "Paceline, ms", "Paceline's / by hand's", "control", "examples/s", "tokens/s",
-               "of the matrix rate"]  # fmt: skip
+        yield ["a step", "hand-written, ms", "Paceline, ms", "Paceline / hand-written", "control", "examples/s",
+               "tokens/s", "of the matrix rate"]  # fmt: skip
         for way, of in found["ways"].items():
             ours = of["ours"]
             yield [
@@ -158,18 +159,18 @@ def on_gpu(found: dict[str, Any], name: str) -> str:
 
 
 def chart(found: dict[str, Any], model: str) -> str:
-    """An SVG: a bar of the examples/s of each contender, with its interval."""
+    """An SVG with a bar for the examples/s of each contender, with its interval."""
     contenders = found["contenders"]
     most = max(of["examples/s"][2] for of in contenders.values())
     left, bar, top = 215, 22, 40
     room = WIDTH - left - 95
-    parts = [f'<text x="16" y="22" font-size="15" font-weight="bold">{model}: examples a second</text>']
+    parts = [f'<text x="16" y="22" font-size="15" font-weight="bold">{model}: examples per second</text>']
     for place, (title, of) in enumerate(contenders.items()):
         y, (median, low, high) = top + place * bar, of["examples/s"]
         kind = KINDS[title]
         colour = OURS if kind.kind == "paceline" else PEER if kind.peer else OTHER
         long, ends = room * median / most, [left + room * end / most for end in (low, high)]
-        parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{title}</text>')
+        parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end">{shown(title)}</text>')
         parts.append(f'<rect x="{left}" y="{y + 3}" width="{long:.1f}" height="{bar - 7}" fill="{colour}"/>')
         across = f'x1="{ends[0]:.1f}" x2="{ends[1]:.1f}" y1="{y + 10}" y2="{y + 10}"'
         parts.append(f'<line {across} stroke="#222" stroke-width="1.5"/>')
@@ -178,7 +179,7 @@ def chart(found: dict[str, Any], model: str) -> str:
 
 
 def said(model: str, found: dict[str, Any]) -> Iterator[str]:
-    """What a console is told of a model."""
+    """A model's results, for the console."""
     if "contenders" not in found:
         return
     for title, of in found["contenders"].items():

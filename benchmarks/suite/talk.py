@@ -1,8 +1,8 @@
-"""What a contender's processes and the measuring process say to each other: lines of JSON over a Unix socket.
+"""The protocol between a contender's processes and the measuring process: lines of JSON over a Unix socket.
 
-A process connects, says its rank and the losses of its first steps, or why it cannot take part, and then does what it
-is asked: `steps` times so many steps, `figures` tells memory, `end` ends it. All processes of a contender are asked at
-once; between times they wait for the next line and use no processor.
+A process connects, and sends its rank and the losses of its first steps, or the reason why it cannot take part. Then it
+answers requests: `steps` times a number of steps, `figures` returns its memory, `end` ends it. All processes of a
+contender are asked at once. Between requests they wait for the next line, and use no CPU.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from collections.abc import Callable
 from typing import Any
 
 SOCKET, JOB = "PACELINE_BENCH_SOCKET", "PACELINE_BENCH_JOB"
-"""Environment variables of a contender's processes: the socket's path; what is to be trained, as JSON."""
+"""Environment variables of a contender's processes: the socket's path; the job, as JSON."""
 
 CHECKED_STEPS = 4
-"""The first steps of a contender, whose losses are compared with the reference's."""
+"""The number of first steps of a contender, to compare their losses with the reference."""
 
 Step = Callable[[], "float | Any"]
 
 
 def serve(rank: int, prepare: Callable[[dict[str, Any]], tuple[Step, Callable[[], int]]]) -> None:
-    """Take part as this rank. prepare(job): (a function that makes a step and returns its loss on this process, as
-    anything that float() takes; a function that tells how many bytes the process has sent by TCP so far)."""
+    """Take part as this rank.
+
+    prepare(job) returns two functions: the first makes a step and returns its loss on this process, as anything that
+    float() accepts; the second returns the number of bytes that the process has sent over TCP so far.
+    """
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(os.environ[SOCKET])
         lines = connection.makefile("rw")
@@ -55,7 +58,7 @@ def serve(rank: int, prepare: Callable[[dict[str, Any]], tuple[Step, Callable[[]
 
 
 def memory() -> dict[str, float]:
-    """MB: the most that was resident; and what is now, with what is shared divided among those who share it."""
+    """MB: the peak resident memory, and the current proportional memory (shared pages are divided)."""
     with open("/proc/self/status") as file:
         peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM:"))
     with open("/proc/self/smaps_rollup") as file:

@@ -1,7 +1,7 @@
 """The process of tf.distribute's MirroredStrategy, on logical CPU devices. Its Python has neither torch nor Paceline.
 
-Each model is written once more, in TensorFlow's operations on the weights that measure.py has written: the same
-network, as the losses of the first steps show. MobileNetV2 is benchmarks/mobilenet_tensorflow.py's.
+Each model is reimplemented with TensorFlow operations on the weights that measure.py has written. The losses of the
+first steps show that the networks are the same. MobileNetV2 comes from benchmarks/mobilenet_tensorflow.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.suite.talk import Step, serve
 
-Weights = dict[str, Any]  # torch's names -> variables, as torch shapes them
+Weights = dict[str, Any]  # torch's names -> variables, in torch's shapes
 
 
 def dense(tf: Any, x: Any, w: Weights, name: str) -> Any:
@@ -46,7 +46,7 @@ def conv(tf: Any, x: Any, w: Weights) -> Any:
 
 
 def conv_bn(tf: Any, x: Any, w: Weights) -> Any:
-    """Batch norm over the examples of all replicas. (Running statistics, which no loss depends on, are left out.)"""
+    """Batch norm over the examples of all replicas, without running statistics, since no loss depends on them."""
     context = tf.distribute.get_replica_context()
     for number in (0, 4, 8):
         x = tf.nn.conv2d(x, tf.transpose(w[f"{number}.weight"], (2, 3, 1, 0)), 1, "SAME")
@@ -90,7 +90,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
 
 
 def mobilenet(weights: dict[str, Any]) -> Any:
-    """Keras's model, with these first weights."""
+    """Keras's model, with these initial weights."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from mobilenet_tensorflow import keras_network
 
@@ -140,7 +140,7 @@ def prepare(job: dict[str, Any]) -> tuple[Step, Callable[[], int]]:
     def replica_step(x: Any, y: Any) -> Any:
         with tf.GradientTape() as tape:
             losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, forward(x))
-            loss = tf.reduce_mean(losses) / devices  # each replica has as many examples
+            loss = tf.reduce_mean(losses) / devices  # all replicas have equal numbers of examples
         optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
         return loss
 

@@ -1,4 +1,4 @@
-"""A process of a contender that uses torch. measure.py starts it with the variables that torchrun would set."""
+"""A process of a contender that uses torch. measure.py starts it with torchrun's environment variables."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ KINDS: dict[str, Callable[..., Step]] = {
 
 
 def data_of(job: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of all global batches, as measure.py has written them."""
+    """Inputs and targets of all global batches, from measure.py's file."""
     inputs, targets = torch.load(Path(job["folder"]) / "data.pt", mmap=True, weights_only=True)
     if MODELS[job["model"]].images:
         inputs = inputs.contiguous(memory_format=torch.channels_last)
@@ -138,7 +138,7 @@ def data_of(job: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def parts(job: dict[str, Any], model: Model) -> Batches:
-    """This process's parts of the global batches, for ever."""
+    """This process's parts of the global batches, in an endless loop."""
     inputs, targets = data_of(job)
     part = model.global_batch // SIZE
     step = 0
@@ -166,4 +166,4 @@ def prepare(job: dict[str, Any]) -> tuple[Step, Callable[[], int]]:
 
 if __name__ == "__main__":
     serve(RANK, prepare)
-    os._exit(0)  # a library's exit functions may wait for processes that have gone
+    os._exit(0)  # a library's exit functions may wait for processes that have exited

@@ -8,7 +8,7 @@
             loss = run.forward_backward(loss_fn, model, batch)
             run.step(optimizer)
 
-Importing is free: torch is loaded with the first name that needs it.
+`import paceline` does not load torch. The first use of a name that needs torch loads it.
 """
 
 from __future__ import annotations
@@ -103,11 +103,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version  # takes longer to import than all of this module
+    from importlib.metadata import PackageNotFoundError, version  # slower to import than this whole module
 
     try:
         return version("paceline")
-    except PackageNotFoundError:  # run from a source tree that was never installed
+    except PackageNotFoundError:  # a source tree that was never installed
         return "0+unknown"
 
 

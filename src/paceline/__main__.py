@@ -1,4 +1,4 @@
-"""`python -m paceline` is `paceline`."""
+"""`python -m paceline` runs the command `paceline`."""
 
 from paceline.cli import main
 

@@ -1,11 +1,11 @@
-"""The command line. Commands hold no logic, and nothing here imports torch before a command runs."""
+"""The command line. Commands contain no logic, and this module does not import torch before a command runs."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import click
@@ -15,7 +15,7 @@ from paceline import __version__, launcher
 from paceline.config import StrategySpec, resolve
 from paceline.errors import PacelineError, SettingError, printable
 from paceline.launcher import streams
-from paceline.launcher.hosts import HostOptions, Meeting
+from paceline.launcher.hosts import HostOptions, HostRendezvous
 from paceline.launcher.nodes import read_nodes
 from paceline.launcher.report import UNWRITTEN
 from paceline.launcher.secret import make_secret, read_secret, write_secret
@@ -44,7 +44,7 @@ _HOSTS = ("hosts", "hostfile", "python", "env", "ssh_port", "ssh_option")
 
 
 def _hyphens(name: str) -> str:
-    """torchrun takes --nproc_per_node as well as --nproc-per-node."""
+    """Replace underscores in an option's name: torchrun accepts --nproc_per_node and --nproc-per-node."""
     return name.replace("_", "-")
 
 
@@ -58,7 +58,7 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _pet(name: str, **rest: Any) -> Callable[[Any], Any]:
-    """An option that torchrun, and Kubernetes' PyTorchJob for it, also set by an environment variable, PET_NNODES."""
+    """An option with torchrun's environment variable, such as PET_NNODES. Kubernetes' PyTorchJob sets them."""
     return click.option(name, envvar=f"PET_{name[2:].replace('-', '_').upper()}", **rest)
 
 
@@ -66,84 +66,123 @@ _processes = _options(
     click.option(
         "--nproc", "--nproc-per-node", default="1", show_default=True, metavar="N",
         envvar="PET_NPROC_PER_NODE",
-        help="Processes on this machine: a number, or gpu, cpu, auto. MIN:MAX: after restarts perhaps fewer.",
+        help="Start N processes per machine: a number, MIN:MAX, gpu, cpu, auto.",
     ),
-    click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."),
+    click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m."),
     click.option(
         "--max-restarts", type=int, default=0, metavar="N", envvar="PET_MAX_RESTARTS",
-        help="If one fails, start all again, N times at most."
+        help="Restart all processes after a failure, at most N times."
     ),
     click.option(
-        "--memory-every", type=int, metavar="STEPS",
-        help="Keep a checkpoint of each so many steps in memory too, for a restart.",
+        "--memory-every", type=int, metavar="N",
+        help="Save an in-memory checkpoint every N steps, for fast restarts.",
     ),
     click.option(
         "--monitor-interval", "monitor_seconds", type=float, default=0.05, metavar="SECONDS",
         envvar="PET_MONITOR_INTERVAL",
-        help="Between two looks at the processes.",
+        help="Check the processes every SECONDS.",
     ),
     click.option(
         "--grace", type=float, metavar="SECONDS",
-        help="Time to save a checkpoint at SIGTERM; 0: save none. Otherwise 25, if the script saves or restores."
+        help="At SIGTERM, allow SECONDS for a checkpoint; 0: save none. Default: 25, if SCRIPT saves."
     ),
     click.option(
         "--stall-timeout", "stall_seconds", type=float, metavar="SECONDS",
-        help="Say which rank keeps the others waiting, after so long; otherwise by the time of a batch.",
+        help="Report a stalled rank after SECONDS. Default: from batch times.",
     ),
     click.option(
-        "--stall-action", metavar="NAME", default="say", help="Then say (the default), end or restart (--max-restarts)."
+        "--stall-action", metavar="NAME", default="say", help="After a stall: say (default), end or restart."
     ),
     click.option("--tee", default="", metavar="RANKS", help="Show the output of these ranks too: 1,3, 1-3 or all."),
-    click.option("--output", metavar="DIR", help="Keep what the ranks other than 0 print in DIR/rank-N.log."),
+    click.option("--output", metavar="DIR", help="Write the output of ranks above 0 to DIR/rank-N.log."),
 )  # fmt: skip
 
 _machines = _options(
-    _pet("--nnodes", default="1", metavar="N|MIN:MAX", help="Number of machines."),
-    _pet("--rdzv-endpoint", metavar="HOST:PORT", help="Where the machines meet: the first, a free port."),
-    _pet("--rdzv-backend", metavar="NAME", help="How they meet: c10d, static or etcd-v2."),
-    _pet("--rdzv-id", metavar="ID", help="Name of the run, alike on all machines."),
-    _pet("--rdzv-conf", metavar="KEY=VALUE,...", help="Options of the rendezvous, such as join_timeout=900."),
-    _pet("--node-rank", type=int, metavar="N", help="This machine's number, if you number them, from 0."),
-    _pet("--master-addr", metavar="HOST", help="With --node-rank: the machine that has number 0."),
-    _pet("--master-port", type=int, metavar="PORT", help="A free port there."),
-    _pet("--local-addr", metavar="ADDRESS", help="The address by which the others reach this machine."),
-    _pet(
-        "--rdzv-secret-file", metavar="FILE", help="What the machines share: a file that `paceline secret` has made."
-    ),
-    click.option(
-        "--rdzv-insecure", is_flag=True, help="Several machines without a secret: whoever reaches them is let in."
-    ),
-    click.option("--standalone", is_flag=True, hidden=True),  # in many torchrun command lines; it is the default here
+    _pet("--nnodes", default="1", metavar="N|MIN:MAX", help="Use this number of machines."),
+    _pet("--rdzv-endpoint", metavar="HOST:PORT", help="Use this rendezvous host and a free port on it."),
+    _pet("--rdzv-backend", metavar="NAME", help="Use this rendezvous backend: c10d, static or etcd-v2."),
+    _pet("--rdzv-id", metavar="ID", help="Identify the run by this ID, the same on all machines."),
+    _pet("--rdzv-conf", metavar="KEY=VALUE,...", help="Set rendezvous options, such as join_timeout=900."),
+    _pet("--node-rank", type=int, metavar="N", help="Give this machine's number, from 0. Optional."),
+    _pet("--master-addr", metavar="HOST", help="With --node-rank: connect to machine 0 at HOST."),
+    _pet("--master-port", type=int, metavar="PORT", help="With --node-rank: use this free port of machine 0."),
+    _pet("--local-addr", metavar="ADDRESS", help="Let other machines reach this one at ADDRESS."),
+    _pet("--rdzv-secret-file", metavar="FILE", help="Authenticate with a file made by `paceline secret`."),
+    click.option("--rdzv-insecure", is_flag=True, help="Accept any machine that connects, without a secret."),
+    click.option("--standalone", is_flag=True, hidden=True),  # common with torchrun; the default here
 )  # fmt: skip
 
 _hosts = _options(
-    click.option("--hosts", metavar="A,B|A:N,B:N", help="Start it on these machines, over ssh. N: processes there."),
-    click.option("--hostfile", metavar="FILE", help="The same from a file: a host in each line, and slots=N."),
-    click.option("--python", metavar="PATH", help="With --hosts: the interpreter there, if not at the same place."),
-    click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="With --hosts: a variable to set there too."),
-    click.option("--ssh-port", type=click.IntRange(1, 65535), metavar="PORT", help="With --hosts: ssh's port."),
-    click.option("--ssh-option", multiple=True, metavar="KEY=VALUE", help="With --hosts: an option for ssh -o."),
+    click.option("--hosts", metavar="A,B|A:N,B:N", help="Start on these hosts over ssh, N processes on each."),
+    click.option("--hostfile", metavar="FILE", help="Read the hosts from FILE: one per line, with slots=N."),
+    click.option("--python", metavar="PATH", help="Use this interpreter on the hosts. Default: the path of this one."),
+    click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="Set a variable on the hosts. Repeatable."),
+    click.option("--ssh-port", type=click.IntRange(1, 65535), metavar="PORT", help="Connect to this ssh port."),
+    click.option("--ssh-option", multiple=True, metavar="KEY=VALUE", help="Pass an option to ssh -o. Repeatable."),
 )  # fmt: skip
 
 _settings = _options(
-    click.option("--strategy", metavar="NAME[:KEY=VALUE,...]", help="How devices share the work, e.g. ddp."),
-    click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or bf16-params."),
-    click.option("--seed", type=int, metavar="N", help="Seed of the data order and of the models' randomness."),
-    click.option("--batch-norm", metavar="NAME", help="global: statistics of the global batch; shard: of each shard."),
-    click.option("--noise", metavar="NAME", help="Of dropout and the like: shard; example: the same for any number."),
+    click.option("--strategy", metavar="NAME[:KEY=VALUE,...]", help="Train with this strategy, such as ddp."),
+    click.option("--precision", metavar="NAME", help="Compute in fp32, bf16, fp16 or bf16-params."),
+    click.option("--seed", type=int, metavar="N", help="Seed the data order and the models' randomness."),
+    click.option("--batch-norm", metavar="NAME", help="Take batch statistics over the global batch or each shard."),
+    click.option("--noise", metavar="NAME", help="Key dropout and other noise by shard or by example."),
     click.option("--compile/--no-compile", default=None, help="Compile the models with torch.compile."),
-    click.option("--nonfinite", metavar="NAME", help="What an inf or NaN gradient does: stop or skip."),
-    click.option("--reproducible", type=int, metavar="V", help="The same bits on any number of processes up to V."),
-    click.option("--device", metavar="NAME", help="cpu, or a device; otherwise each process's own accelerator."),
-    click.option("--config", metavar="FILE", help="Settings file; otherwise paceline.toml beside the script."),
-    click.option("--log-dir", metavar="DIR", help="Where run.log writes (not the ranks' output: --output)."),
-    click.option("--progress", metavar="NAME", help="bar, lines, off or auto."),
-    click.option("--trace", metavar="FILE", help="What each rank did when, for ui.perfetto.dev; and who was slow."),
+    click.option("--nonfinite", metavar="NAME", help="At an inf or NaN gradient: stop or skip."),
+    click.option("--reproducible", type=int, metavar="V", help="Get the same bits on 1 to V processes."),
+    click.option("--device", metavar="NAME", help="Train on this device. Default: one accelerator per process."),
+    click.option("--config", metavar="FILE", help="Read settings from FILE. Default: paceline.toml beside SCRIPT."),
+    click.option("--log-dir", metavar="DIR", help="Write the records of run.log to DIR."),
+    click.option("--progress", metavar="NAME", help="Show progress as bar, lines, off or auto."),
+    click.option("--trace", metavar="FILE", help="Trace every rank to FILE, for ui.perfetto.dev; report slow ranks."),
 )  # fmt: skip
+
+# Titles in a command's help, and the options below them. Options without a title come first, under "Options".
+_SETTINGS_TITLE = "Settings (override the script)"
+_JOB_TITLES: dict[str, Collection[str]] = {
+    "Processes": _LAUNCH,
+    "Hosts over ssh": _HOSTS,
+    "Rendezvous of several machines": _NODES,
+    _SETTINGS_TITLE: _SETTING_NAMES,
+    "Help": ("help",),
+}
+_TRIAL_TITLES = {_SETTINGS_TITLE: ("device", "seed", "batch_norm", "config")}
+
+
+class _Command(click.Command):
+    """A command. Its help begins with an example, and shows the options in groups.
+
+    Args:
+        example: a command line.
+        titles: title -> names of the options below it.
+    """
+
+    def __init__(self, *args: Any, example: str, titles: Mapping[str, Collection[str]] = {}, **rest: Any) -> None:
+        super().__init__(*args, **rest)
+        self.example = example
+        self.titles = titles
+
+    def format_help_text(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write(f"\nExample:\n  {self.example}\n")
+        super().format_help_text(context, formatter)
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        rows: dict[str, list[tuple[str, str]]] = {"Options": [], **{title: [] for title in self.titles}}
+        for option in self.get_params(context):
+            title = next((title for title, names in self.titles.items() if option.name in names), "Options")
+            record = option.get_help_record(context) if isinstance(option, click.Option) else None
+            if record is not None:
+                rows[title].append(record)
+        for title, records in rows.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
 
 class _Commands(click.Group):
-    """All commands, whatever has become of the standard streams."""
+    """The group of all commands. Handles closed standard streams and output to a full disk."""
+
+    command_class = _Command
 
     def main(self, *args: Any, **options: Any) -> Any:
         streams.reopen_closed()
@@ -152,26 +191,43 @@ class _Commands(click.Group):
         except OSError as error:
             if error.errno not in streams.FULL:
                 raise
-            streams.write(sys.stderr, f"paceline: the output cannot be written: {error.strerror}.\n")
-            with contextlib.suppress(OSError):  # else Python tries it once more at its exit
+            streams.write(sys.stderr, f"paceline: cannot write the output: {error.strerror}.\n")
+            with contextlib.suppress(OSError):  # otherwise Python writes again at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(UNWRITTEN)
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _hyphens})
+@click.group(
+    cls=_Commands,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": _hyphens,
+        "max_content_width": 110,
+    },
+)
 @click.version_option(__version__, prog_name="paceline")
 def main() -> None:
-    """One training script. Any number of devices. The same model."""
+    """One training script. Any number of devices. The same model.
+
+    \b
+    Examples:
+      paceline run --nproc 4 train.py       train on 4 processes
+      paceline verify --nproc 4 train.py    check that 4 processes train the same model as 1
+    """
 
 
 def _check_strategy(spec: StrategySpec | None, size: int | None, reproducible: int | None) -> int:
-    """strategies.check. Its import loads torch, which the launcher needs soon after."""
+    """Call strategies.check. The import loads torch, which the launcher needs soon after anyway."""
     from paceline.strategies import check
 
     return check(spec, size, reproducible)
 
 
-@main.command(context_settings={"allow_interspersed_args": False})
+@main.command(
+    example="paceline run --nproc 4 --max-restarts 3 train.py --epochs 10",
+    titles=_JOB_TITLES,
+    context_settings={"allow_interspersed_args": False},
+)
 @_processes
 @_hosts
 @_machines
@@ -180,10 +236,9 @@ def _check_strategy(spec: StrategySpec | None, size: int | None, reproducible: i
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def run(context: click.Context, script: str, args: tuple[str, ...], **options: Any) -> None:
-    """Run SCRIPT in N processes on each machine.
+    """Run SCRIPT on several processes, on one machine or many.
 
-    torchrun's options of the same names mean the same. The settings override those in the script. All that follows
-    SCRIPT is passed on to it, untouched.
+    Options that torchrun also has mean the same. Everything after SCRIPT is passed to SCRIPT.
     """
     hosts = HostOptions(**{name: options.pop(name) for name in _HOSTS})
     nodes = {name: options.pop(name) for name in _NODES}
@@ -207,14 +262,14 @@ def _run_on_hosts(
     settings: dict[str, Any],
     words: tuple[str, ...],
 ) -> int:
-    """Hand the command line on to the hosts, as typed. Settings are checked here, since each host would refuse them."""
+    """Run the typed command line on the hosts. Check the settings here first: every host would refuse invalid ones."""
     from paceline.launcher.ssh import Job, run_on_hosts
 
     resolve(("the command line", {name: value for name, value in settings.items() if name != "config"}))
     typed = _typed(context, {*_LAUNCH, *_SETTING_NAMES} - {"nproc", "module"})
     typed += [f"--{name.replace('_', '-')}={nodes[name]}" for name in ("rdzv_id", "rdzv_conf") if nodes[name]]
     typed += ["--rdzv-insecure"] * nodes["rdzv_insecure"]
-    meeting = Meeting(
+    rendezvous = HostRendezvous(
         nodes["nnodes"],
         nodes["rdzv_backend"],
         nodes["rdzv_endpoint"],
@@ -227,12 +282,12 @@ def _run_on_hosts(
     if not nodes["rdzv_insecure"] and nodes["rdzv_backend"] in (None, "c10d", "static"):
         file = nodes["rdzv_secret_file"]
         secret = make_secret() if file is None else read_secret(file)
-    job = Job(words[0], launch["module"], words[1:], nproc, typed, meeting, __version__, launch["grace"], secret)
+    job = Job(words[0], launch["module"], words[1:], nproc, typed, rendezvous, __version__, launch["grace"], secret)
     return run_on_hosts(job, hosts)
 
 
 def _typed(context: click.Context, names: Collection[str]) -> list[str]:
-    """Those of these options that were given on the command line, written anew."""
+    """Return the options in `names` that the user typed, as words of a command line."""
     found = []
     for option in context.command.params:
         name = str(option.name)
@@ -246,61 +301,73 @@ def _typed(context: click.Context, names: Collection[str]) -> list[str]:
     return found
 
 
-@main.command()
+@main.command(example="paceline secret run.secret")
 @click.argument("file", type=click.Path())
 def secret(file: str) -> None:
-    """Write a new secret into FILE, for the machines of a run: paceline run --rdzv-secret-file FILE.
+    """Write a new secret to FILE, for a run on several machines.
 
-    Only this user can read FILE. One that exists is not overwritten.
+    Give it to every launcher: paceline run --rdzv-secret-file FILE. Only you can read FILE. An existing file is not
+    overwritten.
     """
     try:
         write_secret(file)
     except PacelineError as error:
         raise click.UsageError(printable(str(error))) from None
-    click.echo(f"{file}: a new secret. Copy it to all machines (scp -p keeps its mode), or keep it on a shared disk.")
+    click.echo(f"Wrote a new secret to {file}. Copy it to all machines (scp -p keeps its mode) or to a shared disk.")
 
 
-# Options of `paceline run` that `paceline submit` passes on.
+# Options that `paceline submit` passes to `paceline run`.
 _FOR_THE_JOB = _options(
-    click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."),
-    click.option("--max-restarts", type=int, metavar="N", help="As of paceline run; so are all that follow."),
-    click.option("--tee", metavar="RANKS"),
-    click.option("--output", metavar="DIR"),
+    click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m."),
+    click.option(
+        "--max-restarts", type=int, metavar="N", help="Restart all processes after a failure, at most N times."
+    ),
+    click.option("--tee", metavar="RANKS", help="Show the output of these ranks too: 1,3, 1-3 or all."),
+    click.option("--output", metavar="DIR", help="Write the output of ranks above 0 to DIR/rank-N.log."),
     _settings,
 )
 
 
-@main.command(context_settings={"allow_interspersed_args": False})
-@click.option("--slurm", is_flag=True, help="By Slurm's sbatch (the only one so far).")
-@click.option("--nodes", type=int, default=1, show_default=True, metavar="N", help="How many machines.")
-@click.option("--nproc", type=int, metavar="N", help="Processes on each; one for each GPU, if not given.")
-@click.option("--gpus-per-node", "gpus", type=int, default=0, metavar="N", help="GPUs to reserve on each.")
-@click.option("--time", metavar="TIME", help="The limit on the running time, as sbatch writes it: 1-12, 90, 2:30:00.")
-@click.option("--partition", metavar="NAME")
-@click.option("--account", metavar="NAME")
-@click.option("--job-name", "name", metavar="NAME", help="The script's name, if not given.")
-@click.option("--requeue", is_flag=True, help="When the job must make room: save a checkpoint, and wait in the queue.")
+@main.command(
+    example="paceline submit --slurm --nodes 2 --gpus-per-node 8 --time 2:00:00 train.py",
+    titles={
+        "Processes": ("nproc", "module", "max_restarts", "tee", "output", "endpoint"),
+        _SETTINGS_TITLE: _SETTING_NAMES,
+    },
+    context_settings={"allow_interspersed_args": False},
+)
+@click.option("--slurm", is_flag=True, help="Submit with Slurm's sbatch (the only scheduler so far).")
+@click.option("--nodes", type=int, default=1, show_default=True, metavar="N", help="Run on N machines.")
+@click.option("--nproc", type=int, metavar="N", help="Start N processes per machine. Default: one per GPU.")
+@click.option("--gpus-per-node", "gpus", type=int, default=0, metavar="N", help="Reserve N GPUs per machine.")
+@click.option("--time", metavar="TIME", help="Limit the running time, in sbatch's format: 1-12, 90, 2:30:00.")
+@click.option("--partition", metavar="NAME", help="Submit to this partition.")
+@click.option("--account", metavar="NAME", help="Charge this account.")
+@click.option("--job-name", "name", metavar="NAME", help="Name the job. Default: the script's name.")
+@click.option("--requeue", is_flag=True, help="When preempted, save a checkpoint and requeue the job.")
 @click.option(
     "--signal", "notice", type=int, default=120, show_default=True, metavar="SECONDS",
-    help="With --requeue: how long before its end the job is told.",
+    help="With --requeue: notify the job SECONDS before its end.",
 )  # fmt: skip
-@click.option("--sbatch", "more", multiple=True, metavar="KEY=VALUE", help="Any option of sbatch. Again for each.")
-@click.option("--rdzv-endpoint", "endpoint", metavar="HOST:PORT", help="Where nodes meet, if not at the first.")
-@click.option("--dry-run", is_flag=True, help="Print the batch script, and submit nothing.")
+@click.option("--sbatch", "more", multiple=True, metavar="KEY=VALUE", help="Pass an option to sbatch. Repeatable.")
+@click.option(
+    "--rdzv-endpoint", "endpoint", metavar="HOST:PORT", help="Use this rendezvous host. Default: the first node."
+)
+@click.option("--dry-run", is_flag=True, help="Print the batch script and submit nothing.")
 @_FOR_THE_JOB
 @click.argument("script", type=click.Path())
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def submit(context: click.Context, script: str, args: tuple[str, ...], slurm: bool, **options: Any) -> None:
-    """Have a scheduler run SCRIPT, by one `paceline run` on each machine.
+    """Submit SCRIPT to a scheduler, with one `paceline run` on each machine.
 
-    All that follows SCRIPT is passed on to it, untouched.
+    Everything after SCRIPT is passed to SCRIPT.
     """
     from paceline.submit import submit_command
     from paceline.submit.slurm import Slurm
 
     if not slurm:
-        raise click.UsageError("Which scheduler? `paceline submit --slurm ...` is the only one so far.")
+        raise click.UsageError("No scheduler given. Write `paceline submit --slurm ...`; Slurm is the only one so far.")
     launch = {name: options.pop(name) for name in ("module", "max_restarts", "tee", "output")}
     settings = {name: options.pop(name) for name in _SETTING_NAMES}
     run = _typed(context, {**launch, **settings})
@@ -314,45 +381,49 @@ def submit(context: click.Context, script: str, args: tuple[str, ...], slurm: bo
 
 
 def _trial_arguments(command: Callable[..., None]) -> Callable[..., None]:
-    """The script, and the settings that all its trials share."""
+    """Add SCRIPT, its arguments, and the options that `compare` and `verify` share."""
     for add in (
         click.argument("args", nargs=-1, type=click.UNPROCESSED),
         click.argument("script", type=click.Path()),
-        click.option("--config", metavar="FILE"),
-        click.option("--batch-norm", metavar="NAME"),
-        click.option("--seed", type=int, metavar="N"),
-        click.option("--device", metavar="NAME", help="As for paceline run; so are the next three."),
-        click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."),
+        click.option("--config", metavar="FILE", help="Read settings from FILE. Default: paceline.toml beside SCRIPT."),
+        click.option("--batch-norm", metavar="NAME", help="Take batch statistics over the global batch or each shard."),
+        click.option("--seed", type=int, metavar="N", help="Seed the data order and the models' randomness."),
+        click.option("--device", metavar="NAME", help="Train on this device. Default: one accelerator per process."),
+        click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m."),
     ):
         command = add(command)
     return command
 
 
-@main.command(context_settings={"allow_interspersed_args": False})
+@main.command(
+    example="paceline compare --nproc 4 --strategies ddp,fsdp train.py",
+    titles=_TRIAL_TITLES,
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option(
     "--nproc",
     "--nproc-per-node",
     default="2",
     show_default=True,
     metavar="N",
-    help="Replicas: processes, or devices of one process. A number, or gpu, cpu, auto.",
+    help="Train N replicas: a number, gpu, cpu or auto.",
 )
-@click.option("--strategies", metavar="NAME,...", help="Those to try, with options as for --strategy; otherwise all.")
-@click.option("--precision", metavar="NAME,...", help="Try each strategy with each of these, such as fp32,bf16.")
-@click.option("--global-batch", metavar="N,...", help="Try each with global batches of this many examples.")
-@click.option("--steps", type=int, default=30, show_default=True, metavar="N", help="Steps of each trial.")
-@click.option("--rounds", type=int, default=3, show_default=True, metavar="N", help="How often each is tried.")
+@click.option("--strategies", metavar="NAME,...", help="Try these strategies, written as for --strategy. Default: all.")
+@click.option("--precision", metavar="NAME,...", help="Try each strategy in these precisions, such as fp32,bf16.")
+@click.option("--global-batch", metavar="N,...", help="Try each strategy with these global batch sizes.")
+@click.option("--steps", type=int, default=30, show_default=True, metavar="N", help="Train N steps per trial.")
+@click.option("--rounds", type=int, default=3, show_default=True, metavar="N", help="Repeat each trial N times.")
 @click.option(
-    "--deadline", type=float, default=300.0, show_default=True, metavar="SECONDS", help="A longer trial is ended."
+    "--deadline", type=float, default=300.0, show_default=True, metavar="SECONDS", help="Stop a trial after SECONDS."
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write the figures there.")
-@click.option("--html", "html_file", metavar="FILE", help="Write them there as a page with charts.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the measurements to FILE.")
+@click.option("--html", "html_file", metavar="FILE", help="Write a page with charts to FILE.")
 @_trial_arguments
 @click.pass_context
 def compare(context: click.Context, script: str, args: tuple[str, ...], module: bool, **options: Any) -> None:
-    """Run SCRIPT for a few steps under each strategy, and print one table.
+    """Train a few steps of SCRIPT under each strategy, and print one table.
 
-    Trials write no checkpoint, log or export of the script's. All that follows SCRIPT is passed on to it, untouched.
+    A trial skips the script's checkpoints, logs and exports. Everything after SCRIPT is passed to SCRIPT.
     """
     from paceline.compare import compare_command
     from paceline.compare.cases import CompareOptions
@@ -366,24 +437,27 @@ def compare(context: click.Context, script: str, args: tuple[str, ...], module: 
         raise click.UsageError(printable(str(error))) from None
 
 
-@main.command(context_settings={"allow_interspersed_args": False})
+@main.command(
+    example="paceline doctor --nproc 2 --steps 20 train.py",
+    context_settings={"allow_interspersed_args": False},
+)
 @click.option(
     "--nproc", "--nproc-per-node", default="2", show_default=True, metavar="N",
-    help="Processes: a number, or gpu, cpu, auto.",
+    help="Start N processes: a number, gpu, cpu or auto.",
 )  # fmt: skip
-@click.option("--steps", type=int, metavar="N", help="End the script after so many steps; otherwise it ends itself.")
-@click.option("--deadline", type=float, metavar="SECONDS", help="End it after so long.")
-@click.option("--json", "json_file", metavar="FILE", help="Write the findings there.")
+@click.option("--steps", type=int, metavar="N", help="Stop after N steps. Default: let the script finish.")
+@click.option("--deadline", type=float, metavar="SECONDS", help="Stop after SECONDS.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the findings to FILE.")
 @click.option("--tee", default="", metavar="RANKS", help="Show the output of these ranks too: 1,3, 1-3 or all.")
-@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m.")
 @click.argument("script", type=click.Path())
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def doctor(context: click.Context, script: str, args: tuple[str, ...], **options: Any) -> None:
-    """Run any PyTorch SCRIPT that was written for torchrun, watch it, and tell what is wrong with it.
+    """Run a PyTorch SCRIPT written for torchrun, and report errors in its distributed training.
 
-    Exit code 1: a finding changes the model; 2: the script could not be watched. All that follows SCRIPT is passed on
-    to it, untouched.
+    SCRIPT need not use Paceline. Exit code: 1 if a finding changes the model, 2 if SCRIPT could not be observed.
+    Everything after SCRIPT is passed to SCRIPT.
     """
     from paceline.doctor import doctor_command
 
@@ -393,21 +467,29 @@ def doctor(context: click.Context, script: str, args: tuple[str, ...], **options
         raise click.UsageError(printable(str(error))) from None
 
 
-@main.command(context_settings={"allow_interspersed_args": False})
-@click.option("--nproc", "--nproc-per-node", default="2", show_default=True, metavar="N", help="As for paceline run.")
-@click.option("--strategy", metavar="NAME[:KEY=VALUE,...]", help="The one in question; otherwise the script's own.")
-@click.option("--precision", metavar="NAME", help="fp32, bf16, fp16 or bf16-params.")
-@click.option("--steps", type=int, default=20, show_default=True, metavar="N", help="How many are compared.")
-@click.option(
-    "--deadline", type=float, default=300.0, show_default=True, metavar="SECONDS", help="A longer run is ended."
+@main.command(
+    example="paceline verify --nproc 4 --strategy fsdp train.py",
+    titles=_TRIAL_TITLES,
+    context_settings={"allow_interspersed_args": False},
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write what was found there.")
+@click.option(
+    "--nproc", "--nproc-per-node", default="2", show_default=True, metavar="N",
+    help="Compare N processes with one: a number, gpu, cpu or auto.",
+)  # fmt: skip
+@click.option("--strategy", metavar="NAME[:KEY=VALUE,...]", help="Verify this strategy. Default: the script's.")
+@click.option("--precision", metavar="NAME", help="Compute in fp32, bf16, fp16 or bf16-params.")
+@click.option("--steps", type=int, default=20, show_default=True, metavar="N", help="Compare N steps.")
+@click.option(
+    "--deadline", type=float, default=300.0, show_default=True, metavar="SECONDS", help="Stop a run after SECONDS."
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the findings to FILE.")
 @_trial_arguments
 @click.pass_context
 def verify(context: click.Context, script: str, args: tuple[str, ...], module: bool, **options: Any) -> None:
-    """Is SCRIPT's model the same on N processes as on one? If not, where it differs first, and why.
+    """Check that SCRIPT trains the same model on N processes as on one.
 
-    Exit code: 0 the same, 1 different, 2 could not tell. All that follows SCRIPT is passed on to it, untouched.
+    If not, report where the models differ first, and why. Exit code: 0 the same, 1 different, 2 unknown. Everything
+    after SCRIPT is passed to SCRIPT.
     """
     from paceline.trials.start import Script
     from paceline.verify import verify_command
@@ -421,23 +503,37 @@ def verify(context: click.Context, script: str, args: tuple[str, ...], module: b
         raise click.UsageError(printable(str(error))) from None
 
 
-@main.command()
+@main.command(
+    example="paceline export checkpoints/step-00001000 --to onnx --model train:build --input 1x3x32x32",
+    titles={"ONNX": ("model", "input", "inputs", "check")},
+)
 @click.argument("checkpoint", type=click.Path())
-@click.option("--to", type=click.Choice(["safetensors", "torch", "onnx"]), help="By FILE's ending, if not given.")
-@click.option("-o", "--output", metavar="FILE", help="Otherwise model.safetensors, model.pt or model.onnx.")
-@click.option("--name", metavar="NAME", help="Of several models: model_0, model_1, or one that run.track was given.")
-@click.option("--prefix", default="", metavar="TEXT", help="Only tensors whose names begin so, which is taken off.")
-@click.option("--dtype", type=click.Choice(["fp32", "fp16", "bf16"]), help="Otherwise that of the checkpoint.")
-@click.option("--force", is_flag=True, help="Replace FILE.")
-@click.option("--model", metavar="MODULE:NAME", help="For onnx: what makes the model. FILE.py:NAME too.")
+@click.option(
+    "--to", type=click.Choice(["safetensors", "torch", "onnx"]), help="Write this format. Default: from FILE's suffix."
+)
+@click.option(
+    "-o", "--output", metavar="FILE", help="Write to FILE. Default: model.safetensors, model.pt or model.onnx."
+)
+@click.option(
+    "--name", metavar="NAME", help="Choose one of several models: model_0, model_1, or its name in run.track."
+)
+@click.option(
+    "--prefix", default="", metavar="TEXT", help="Export tensors with this prefix only, and remove the prefix."
+)
+@click.option("--dtype", type=click.Choice(["fp32", "fp16", "bf16"]), help="Convert to this dtype.")
+@click.option("--force", is_flag=True, help="Replace FILE if it exists.")
+@click.option("--model", metavar="MODULE:NAME", help="Build the model with this function (or FILE.py:NAME).")
 @click.option(
     "--input", multiple=True, metavar="[NAME=]SHAPE[:DTYPE[:LIMIT]]",
-    help="For onnx: what forward takes, as 1x3x32x32 or 1x128:int64:50257; examples first. Again for each input.",
+    help="Describe an input of forward, such as 1x3x32x32 or 1x128:int64:50257, batch size first. Repeatable.",
 )  # fmt: skip
-@click.option("--inputs", metavar="MODULE:NAME", help="In place of --input: a function that returns examples.")
-@click.option("--check/--no-check", default=None, help="For onnx: run FILE with onnxruntime, if that is installed.")
+@click.option("--inputs", metavar="MODULE:NAME", help="Take example inputs from this function, instead of --input.")
+@click.option("--check/--no-check", default=None, help="Run FILE with onnxruntime afterwards, if it is installed.")
 def export(**options: Any) -> None:
-    """Write a model of CHECKPOINT (what run.save made, of any strategy) as a file for other programs."""
+    """Write a model of CHECKPOINT to a file for other programs.
+
+    CHECKPOINT was written by run.save, under any strategy.
+    """
     from paceline.export import export_command
 
     try:
@@ -448,13 +544,14 @@ def export(**options: Any) -> None:
         raise click.ClickException(printable(str(error))) from None
 
 
-@main.command()
+@main.command(example="paceline check checkpoints model.safetensors")
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=click.Path())
 @click.pass_context
 def check(context: click.Context, paths: tuple[str, ...]) -> None:
-    """Say whether checkpoints, and files that were exported, are as they were written. Exit status 1: one is not.
+    """Check that checkpoints and exported files are undamaged.
 
-    PATH: a directory that run.save was given, one checkpoint in it, or an exported file with its FILE.sha256 beside it.
+    PATH is a directory given to run.save, one checkpoint in it, or an exported file with its FILE.sha256 beside it.
+    Exit code 1: a file is damaged.
     """
     from paceline.export import check_command
 
@@ -464,9 +561,9 @@ def check(context: click.Context, paths: tuple[str, ...]) -> None:
         raise click.ClickException(printable(str(error))) from None
 
 
-@main.command()
+@main.command(example="paceline env")
 def env() -> None:
-    """Print what a bug report needs: versions, devices, backends, environment variables."""
+    """Print the versions, devices, backends and environment variables that a bug report needs."""
     from paceline.launcher.environment_report import environment_report
 
     click.echo(printable(environment_report()), nl=False)

@@ -1,8 +1,8 @@
-"""Settings: which there are, which values they may have, and the one place that merges them.
+"""Settings: their names, valid values and defaults, and how script, settings file and command line are merged.
 
-The arguments of `paceline.start()` are the script's defaults. A `paceline.toml` beside the script, or the file that
-`--config` names, overrides them. The command line overrides both; it reaches a worker as JSON, in an environment
-variable that world.py names. The result is one frozen object.
+The arguments of `paceline.start()` are the script's defaults. A `paceline.toml` beside the script, or the file given by
+`--config`, overrides them. The command line overrides both; a worker receives it as JSON in an environment variable
+(world.SETTINGS). The result is one frozen object.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ FILE = "paceline.toml"
 
 @dataclass(frozen=True)
 class StrategySpec:
-    """A strategy by name, with its options: what `paceline.strategy("ddp", bucket_mb=50)` returns.
+    """A strategy's name and options, as returned by `paceline.strategy("ddp", bucket_mb=50)`.
 
     Attributes:
         name: such as "ddp".
-        options: by name; values from the command line are text.
+        options: option name -> value. Values from the command line are strings.
     """
 
     name: str
@@ -53,25 +53,27 @@ class StrategySpec:
         return self.name + ":" + ",".join(f"{key}={value}" for key, value in self.options.items())
 
 
-_STRATEGY_NAME = re.compile(r"[\w.]+:[A-Z]\w*(?=:|$)|[^:]*")  # MODULE:CLASS, or what stands before the first colon
+_STRATEGY_NAME = re.compile(r"[\w.]+:[A-Z]\w*(?=:|$)|[^:]*")  # MODULE:CLASS, or the text before the first colon
 
 
 def strategy(name: str, **options: Any) -> StrategySpec:
-    """A strategy with options as Python values: `start(strategy=paceline.strategy("ddp", bucket_mb=50))`."""
+    """Choose a strategy with options as Python values: `start(strategy=paceline.strategy("ddp", bucket_mb=50))`."""
     return StrategySpec(name, options)
 
 
 def parse_strategy(text: str | StrategySpec) -> StrategySpec:
-    """The strategy in `NAME` or `NAME:key=value,...`. A part without `=` continues the value before it
-    (devices=cpu,cpu). NAME is a strategy of Paceline, or `MODULE:CLASS`: a class of the user's own.
+    """Parse `NAME` or `NAME:key=value,...`. A part without `=` continues the previous value (devices=cpu,cpu).
 
-    Raises SettingError where an option has no key.
+    NAME is a strategy of Paceline, or `MODULE:CLASS` for a user's class.
+
+    Raises:
+        SettingError: an option has no value, or `text` is not a string.
     """
     if isinstance(text, StrategySpec):
         return text
     if not isinstance(text, str):
-        raise SettingError(f'strategy={text!r}: a name is needed, such as "ddp" or "ddp:bucket_mb=50".')
-    name = _STRATEGY_NAME.match(text)[0]  # type: ignore[index]  # it matches any text
+        raise SettingError(f'strategy={text!r}: must be a string such as "ddp" or "ddp:bucket_mb=50".')
+    name = _STRATEGY_NAME.match(text)[0]  # type: ignore[index]  # the pattern matches any text
     rest = text[len(name) :].removeprefix(":")
     options: dict[str, str] = {}
     last = None
@@ -83,7 +85,7 @@ def parse_strategy(text: str | StrategySpec) -> StrategySpec:
         elif last is None:
             raise SettingError(
                 f"strategy={text!r}: the option {part!r} has no value. Write {name}:{part.strip()}=VALUE, "
-                "several options with commas between them."
+                "and separate several options by commas."
             )
         else:
             options[last] += "," + part.strip()
@@ -92,7 +94,7 @@ def parse_strategy(text: str | StrategySpec) -> StrategySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """The settings of a run. Their names are the arguments of `paceline.start`, which documents them."""
+    """The settings of a run. `paceline.start` documents them: its arguments have the same names."""
 
     strategy: StrategySpec | None = None
     precision: str = "fp32"
@@ -117,7 +119,7 @@ class Settings:
 
     @property
     def deterministic_by(self) -> str:
-        """The setting that asks for deterministic kernels, as the user writes it; "": none does."""
+        """The setting that requires deterministic kernels, such as "reproducible=4", or ""."""
         if self.reproducible is not None:
             return f"reproducible={self.reproducible}"
         return "deterministic=True" if self.deterministic else ""
@@ -140,29 +142,28 @@ class Settings:
                 _true_or_false(setting, getattr(self, setting))
         for setting in ("device", "log_dir", "trace"):
             if not isinstance(getattr(self, setting), (str, type(None))):
-                raise SettingError(f"{setting}={getattr(self, setting)!r}: a string is needed.")
+                raise SettingError(f"{setting}={getattr(self, setting)!r}: must be a string.")
         if self.reproducible is not None:
             _whole("reproducible", self.reproducible, 1, 2**16)
         if self.reproducible is not None and self.cudnn_benchmark:
             raise SettingError(
                 f"reproducible={self.reproducible} and cudnn_benchmark=True contradict each other: the benchmark "
-                "chooses another kernel from run to run. Set one of them."
+                "chooses different kernels from run to run. Set one of them."
             )
         if self.reproducible is not None and self.compile:
             raise SettingError(
-                f"reproducible={self.reproducible} and compile=True contradict each other: which kernels torch.compile "
-                "makes depends on the shapes that a process has met before, and so on how many shards it computes. Set "
-                "one of them."
+                f"reproducible={self.reproducible} and compile=True contradict each other: torch.compile generates "
+                "kernels for the shapes that a process has seen, which depend on its number of shards. Set one of them."
             )
         if self.noise == "example" and self.compile:
             raise SettingError(
-                "noise='example' and compile=True contradict each other: a compiled model draws in kernels of its own, "
-                "which no example's stream reaches. Set one of them."
+                "noise='example' and compile=True contradict each other: a compiled model draws random numbers inside "
+                "its kernels, which cannot use one random stream per example. Set one of them."
             )
         if self.deterministic and self.cudnn_benchmark:
             raise SettingError(
-                "deterministic=True and cudnn_benchmark=True contradict each other: the benchmark chooses another "
-                "kernel from run to run. Set one of them."
+                "deterministic=True and cudnn_benchmark=True contradict each other: the benchmark chooses different "
+                "kernels from run to run. Set one of them."
             )
 
 
@@ -174,22 +175,24 @@ def _one_of(setting: str, value: object, known: tuple[str, ...], elsewhere: Mapp
 
 def _whole(setting: str, value: object, least: int, most: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise SettingError(f"{setting}={value!r}: a whole number from {least} to {most} is needed.")
+        raise SettingError(f"{setting}={value!r}: must be a whole number from {least} to {most}.")
 
 
 def _true_or_false(setting: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise SettingError(f"{setting}={value!r}: True or False is needed.")
+        raise SettingError(f"{setting}={value!r}: must be True or False.")
 
 
 def file_beside(script: str | Path | None) -> Path | None:
-    """The settings file in a script's directory, or, without a script (a notebook), in the current one; None
-    without."""
+    """Find the settings file in the script's directory. A notebook has no script: use the current directory.
+
+    Returns None if there is no settings file.
+    """
     path = Path(FILE) if script is None else Path(script).parent / FILE
     return path if path.exists() else None
 
 
-_MOST_BYTES = 2**20  # of a settings file
+_MOST_BYTES = 2**20  # maximum size of a settings file
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -200,21 +203,25 @@ _KINDS = {
 
 
 def open_plain(path: str | Path) -> IO[bytes]:
-    """Open a file for reading that a user has named, or what a link leads to. Raises OSError where it is no plain file:
-    a pipe would wait for a writer, and a device may never end."""
+    """Open a user's file for reading. Links are followed.
+
+    Raises OSError unless it is a regular file: a pipe would wait for a writer, and a device may never end.
+    """
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'no plain file')}")
+        raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'not a regular file')}")
     return open(handle, "rb")
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The settings in a TOML file: `key = value` lines; the strategy as on the command line, or as a table with `name`
-    and its options.
+    """Read settings from a TOML file with lines `key = value`.
 
-    Raises SettingError, with the path, where the file cannot be read, is no TOML, or has a key that is no setting.
+    The strategy is a string, as on the command line, or a table with `name` and the options.
+
+    Raises:
+        SettingError: the file cannot be read, is not TOML, or has an unknown key. The message names the path.
     """
     if sys.version_info >= (3, 11):
         import tomllib
@@ -225,18 +232,18 @@ def read_file(path: str | Path) -> dict[str, Any]:
         with open_plain(path) as file:
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
-            raise SettingError(f"{path} is no settings file: it has more than {_MOST_BYTES:,} bytes.")
+            raise SettingError(f"{path} is not a settings file: it is larger than {_MOST_BYTES:,} bytes.")
         text = data.decode("utf-8-sig").replace("\r\n", "\n")  # some editors write a byte-order mark
         found = tomllib.loads(text)
     except OSError as error:
         raise SettingError(
-            f"the settings file {str(path)!r} cannot be read: {error.strerror}. "
-            "--config names a settings file; without it the paceline.toml beside the script is read, if there is one."
+            f"the settings file {str(path)!r} cannot be read: {error.strerror}. Give another with --config, or "
+            "leave out --config to use paceline.toml beside the script, if it exists."
         ) from None
     except SettingError:
         raise
     except (ValueError, RecursionError) as error:  # numbers too long for int(), nesting too deep
-        raise SettingError(f'{path} is not valid TOML: {error}. Write lines such as: precision = "bf16"') from None
+        raise SettingError(f'{path} is not valid TOML: {error}. Write lines such as precision = "bf16"') from None
     known = [f.name for f in dataclasses.fields(Settings)]
     for key in found:
         if key not in known:
@@ -244,17 +251,22 @@ def read_file(path: str | Path) -> dict[str, Any]:
     if isinstance(found.get("strategy"), dict):
         options = dict(found["strategy"])
         if not isinstance(options.get("name"), str):
-            raise SettingError(f'{path}: the table [strategy] needs a name, such as name = "ddp".')
+            raise SettingError(f'{path}: the table [strategy] has no name. Add one, such as name = "ddp".')
         found["strategy"] = StrategySpec(options.pop("name"), options)
     return found
 
 
 def resolve(*layers: tuple[str, Mapping[str, Any]]) -> tuple[Settings, list[str]]:
-    """Merge settings from several places, each (its name, setting -> value, None for one that is not set). A later
-    place overrides an earlier one.
+    """Merge settings from several places. Later places override earlier ones.
 
-    Returns the settings, and a line for each override that changed a value. Raises SettingError for an unknown setting
-    or an impossible value.
+    Args:
+        layers: each (name of the place, setting -> value). None means not set.
+
+    Returns:
+        The settings, and a line for each override that changed a value.
+
+    Raises:
+        SettingError: a setting is unknown, or a value is invalid.
     """
     known = [f.name for f in dataclasses.fields(Settings)]
     merged: dict[str, tuple[Any, str]] = {}
@@ -264,29 +276,29 @@ def resolve(*layers: tuple[str, Mapping[str, Any]]) -> tuple[Settings, list[str]
             if value is None:
                 continue
             if key not in known:
-                raise SettingError(f"{place} has a setting {key!r}. {suggest(key, known)}")
+                raise SettingError(f"{place} sets an unknown setting {key!r}. {suggest(key, known)}")
             try:
                 Settings(**_typed({key: value}))
-            except SettingError as error:  # here, where it is known which place has the value
-                raise SettingError(f"{error} (It is from {place}.)") from None
+            except SettingError as error:  # check each value here, to name its place in the error
+                raise SettingError(f"{error} (Set by {place}.)") from None
             if key in merged and str(merged[key][0]) != str(value):
-                notes.append(f"{key}={value} from {place}, in place of {merged[key][0]} in {merged[key][1]}")
+                notes.append(f"{key}={value} from {place} overrides {merged[key][0]} from {merged[key][1]}")
             merged[key] = value, place
     try:
         settings = Settings(**_typed({key: value for key, (value, _) in merged.items()}))
-    except SettingError as error:  # each value is possible by itself, so that two contradict each other
-        told = [f"{key} is from {place}" for key, (_, place) in merged.items() if f"{key}=" in str(error)]
-        raise SettingError(f"{error} ({', '.join(told)}.)") from None
+    except SettingError as error:  # each value is valid alone, so two of them contradict each other
+        sources = [f"{key} is set by {place}" for key, (_, place) in merged.items() if f"{key}=" in str(error)]
+        raise SettingError(f"{error} ({', '.join(sources)}.)") from None
     if "trackers" in merged and settings.log_dir is None:
         notes.append(
-            f"trackers={','.join(settings.trackers)} from {merged['trackers'][1]}: nothing is recorded, since log_dir "
-            "is not set. Give a directory too: log_dir='logs' (--log-dir logs)."
+            f"trackers={','.join(settings.trackers)} from {merged['trackers'][1]} records nothing, because log_dir is "
+            "not set. Set a directory: log_dir='logs' (--log-dir logs)."
         )
     return settings, notes
 
 
 def _typed(values: dict[str, Any]) -> dict[str, Any]:
-    """The values as Settings takes them; some may be text."""
+    """Convert values given as text to the types of Settings."""
     typed = dict(values)
     if "strategy" in typed:
         typed["strategy"] = parse_strategy(typed["strategy"])
@@ -296,5 +308,5 @@ def _typed(values: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(names, (list, tuple)):
         typed["trackers"] = tuple(names)
     elif names is not None:
-        raise SettingError(f'trackers={names!r}: names are needed, as "jsonl,tensorboard" or a list.')
+        raise SettingError(f'trackers={names!r}: must be a string such as "jsonl,tensorboard", or a list of names.')
     return typed

@@ -1,19 +1,20 @@
-"""Every exception that Paceline raises on purpose, how it warns, and which of torch's tell of a process that has gone.
+"""Paceline's exceptions and warnings, and the recognition of torch's errors about lost processes.
 
-    PacelineError
+    PacelineError         the base of all exceptions that Paceline raises on purpose
     ├── SettingError      a setting, argument or option has a value that cannot work   (also a ValueError)
     ├── UsageError        a call in the wrong place or order                           (also a RuntimeError)
     ├── WorldError        the environment describes no consistent world of processes
     ├── LaunchError       workers could not be started
     ├── TorchVersionError      this version of torch lacks something that Paceline needs
-    ├── ModelError        the model does something that this run cannot keep exact
+    ├── ModelError        the model does something that this run cannot compute exactly
     │   ├── UnusedParameterError   parameters that some rank's loss did not reach
     │   └── EmptyShardError        the model or the loss cannot take a zero-length batch
     ├── NonFiniteError    a loss or a gradient is inf or NaN
-    ├── CheckpointError   a checkpoint is missing, damaged, or of another program
-    └── ExportError       a model cannot be exported as it was asked for
+    ├── CheckpointError   a checkpoint is missing, damaged, or from another program
+    └── ExportError       a model cannot be exported as requested
 
-A message names the setting or call, what was received, and the remedy; of a misspelt name the nearest known one.
+A message names the setting or call, the value received, and the remedy. For a misspelt name it suggests the nearest
+known name.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 
 _NOT_THE_USERS = (__name__.partition(".")[0], "torch", "contextlib")
-"""Packages whose lines a warning does not name."""
+"""Packages that warnings skip when they look for the user's line."""
 
-# What gloo, NCCL and torch's store say when the process at the other end has gone.
+# Messages of gloo, NCCL and torch's store when the process at the other end has ended.
 _PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|broken pipe|socket closed|connection refused|connection was likely closed|"
     r"failed to recv, got 0 bytes|remote process exited|caused pair closure",
@@ -39,19 +40,19 @@ _PEER_IS_GONE = re.compile(
 )
 _FROM_TORCH = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionError")
 _WORKER_OR_SERVER_IS_GONE = re.compile(
-    r"WorldError: the (parameter server|worker) of rank \d+ (has gone|does not answer)"
+    r"WorldError: the (parameter server|worker) of rank \d+ (is lost|does not answer)"
 )
 
-_STYLES = re.compile(r"\x1b\[[\d;:]*m")  # colours and the like
-# Control characters but tab and newline; those that turn the direction of text, or end a line without being a newline;
-# halves of surrogate pairs, which no terminal can encode.
+_STYLES = re.compile(r"\x1b\[[\d;:]*m")  # colours and other text styles
+# Control characters except tab and newline; characters that reverse the text direction; line separators other than
+# newline; halves of surrogate pairs, which no terminal can encode.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
-_of_thread = threading.local()  # held: the list of warnings_held, within it
+_of_thread = threading.local()  # held: the thread's list of warnings, inside `warnings_held`
 
 
 class PacelineError(Exception):
-    """The root: catch this to catch whatever Paceline raises on purpose."""
+    """The base class: catch it to catch every exception that Paceline raises on purpose."""
 
 
 class SettingError(PacelineError, ValueError):
@@ -75,7 +76,7 @@ class TorchVersionError(PacelineError, RuntimeError):
 
 
 class ModelError(PacelineError, RuntimeError):
-    """The model does something that this run cannot keep exact."""
+    """The model does something that this run cannot compute exactly."""
 
 
 class UnusedParameterError(ModelError):
@@ -91,17 +92,18 @@ class NonFiniteError(PacelineError, ArithmeticError):
 
 
 class CheckpointError(PacelineError):
-    """A checkpoint is missing, damaged, or of another program."""
+    """A checkpoint is missing, damaged, or from another program."""
 
 
 class ExportError(PacelineError):
-    """A model cannot be exported as it was asked for."""
+    """A model cannot be exported as requested."""
 
 
 def suggest(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = {}) -> str:
-    """The end of an error message about an unknown name: the known one that was meant, then all of them.
+    """Finish an error message about an unknown name: suggest a known name, then list all.
 
-    elsewhere: what other libraries call the known ones.
+    Args:
+        elsewhere: name in another library -> Paceline's name.
     """
     names = sorted(known)
     near = [other for other in difflib.get_close_matches(name, names, n=3, cutoff=0.55) if _is_misspelt(name, other)]
@@ -111,14 +113,16 @@ def suggest(name: str, known: Iterable[str], elsewhere: Mapping[str, str] = {}) 
 
 
 def check_whole(call: str, name: str, value: object, least: int = 1) -> None:
-    """Raises SettingError where the argument `name` of `call` is no whole number, or a smaller one than `least`."""
+    """Raise SettingError if argument `name` of `call` is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SettingError(f"{call}({name}={value!r}): a whole number, at least {least}, is needed.")
+        raise SettingError(f"{call}({name}={value!r}): must be a whole number, at least {least}.")
 
 
 def _is_misspelt(name: str, known: str) -> bool:
-    """Is a name that looks like a known one a slip of the hand? Not with another number in it (fp8 is no fp32), and not
-    where one of its words is another word (model_parallel is no data_parallel)."""
+    """Return whether a name is a misspelling of a similar known name.
+
+    A name with different numbers (fp8, fp32) or a different word (model_parallel, data_parallel) is no misspelling.
+    """
     numbers = [sorted(filter(str.isdigit, text)) for text in (name, known)]
     if all(numbers) and numbers[0] != numbers[1]:
         return False
@@ -132,7 +136,7 @@ def _is_misspelt(name: str, known: str) -> bool:
 
 
 def warn(message: str) -> None:
-    """A UserWarning at the innermost line outside Paceline and torch: the script's, or that of a library it calls."""
+    """Issue a UserWarning that names the innermost line outside Paceline and torch, in the script or a library."""
     held: list[str] | None = getattr(_of_thread, "held", None)
     if held is not None:
         held.append(message)
@@ -142,7 +146,7 @@ def warn(message: str) -> None:
 
 
 def script_line() -> str:
-    """That line, as "train.py, line 31"; where there is none, the end of the script."""
+    """Name the innermost line outside Paceline and torch, as "train.py, line 31", or "the end of the script"."""
     _, frame = _script_frame(sys._getframe())
     if frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         return "the end of the script"
@@ -150,7 +154,7 @@ def script_line() -> str:
 
 
 def _script_frame(frame: FrameType) -> tuple[int, FrameType]:
-    """The first frame outside Paceline and torch, and how many there are from the given one to it."""
+    """Return (number of frames up to it, counted from 1; the first frame outside Paceline and torch)."""
     level = 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
@@ -159,8 +163,11 @@ def _script_frame(frame: FrameType) -> tuple[int, FrameType]:
 
 @contextlib.contextmanager
 def warnings_held() -> Iterator[list[str]]:
-    """Within the block this thread's warnings go into the list. A thread of Paceline's has no line of the script's to
-    name, and what it raises where warnings are errors reaches nobody: the main thread warns of them later."""
+    """Collect this thread's warnings in a list. The main thread issues them later.
+
+    For threads that Paceline starts: they have no line of the script to name, and if warnings are errors, an exception
+    in such a thread would be lost.
+    """
     _of_thread.held = held = list[str]()
     try:
         yield held
@@ -169,13 +176,16 @@ def warnings_held() -> Iterator[list[str]]:
 
 
 def printable(text: str) -> str:
-    """Text from a script, a file or another host as a terminal may have it: an escape sequence could hide or forge
-    lines, or set the terminal's title. Colours are left out, other control characters are spelt out (\\x1b)."""
+    """Make text from a script, a file or another host safe to print on a terminal.
+
+    Escape sequences could hide or forge lines, or set the terminal's title. Colours are removed, and other control
+    characters are escaped (\\x1b).
+    """
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], _STYLES.sub("", text))
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """The exception and what led to it, at most 20."""
+    """Yield the exception and the exceptions that caused it, at most 20."""
     link: BaseException | None = error
     for _ in range(20):
         if link is None:
@@ -184,13 +194,17 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or link.__context__
 
 
-def in_words(error: BaseException) -> str:
-    """ "Type: message"."""
+def describe_error(error: BaseException) -> str:
+    """Format an exception as "Type: message"."""
     return f"{type(error).__name__}: {error}"
 
 
-def only_tells_of_a_lost_peer(chain: Iterable[str]) -> bool:
-    """Does an exception only say that another process has gone? chain: it and what led to it, in words."""
+def only_reports_lost_peer(chain: Iterable[str]) -> bool:
+    """Return whether an exception only reports that another process has ended.
+
+    Args:
+        chain: the exception and its causes (`chain_of`), each formatted by `describe_error`.
+    """
     return any(
         (link.startswith(_FROM_TORCH) and _PEER_IS_GONE.search(link)) or _WORKER_OR_SERVER_IS_GONE.match(link)
         for link in chain

@@ -17,23 +17,24 @@ def launch(
     tee: str = "",
     **settings: Any,
 ) -> list[Any]:
-    """Call `fn(*args)` in `nproc` fresh processes of this machine, and return what it returned in each, by rank.
+    """Call `fn(*args)` in `nproc` new processes on this machine, and return the results by rank.
 
-    For notebooks and tests. The function may be defined anywhere, also in a notebook's cell or in another function; it
-    and its arguments are pickled, so that each process has copies. In it `paceline.start()` finds its world, as in a
-    script. What rank 0 prints is shown. Of a parameter server, which ends in `run.prepare`, and of a worker that was
-    killed and not missed, None is returned.
+    For notebooks and tests. The function may be defined anywhere, even in a notebook cell or another function. The
+    function and its arguments are pickled, so each process has copies. In the function, `paceline.start()` works as in
+    a script. The output of rank 0 is shown.
+
+    The result is None for a parameter server, which ends in `run.prepare`, and for a worker that died without ending
+    the run.
 
     Args:
-        nproc: as for `paceline run`.
-        timeout: seconds; a run that takes longer is ended, and the error says where each rank stood.
-        tee: other ranks whose output is shown, such as "1" or "all".
-        settings: as on the command line; they override those of `start()`.
+        nproc: the number of processes, as for `paceline run`.
+        timeout: seconds. A longer run is stopped, and the error shows each rank's stack.
+        tee: ranks to show besides rank 0, such as "1" or "all".
+        settings: settings as on the command line. They override the settings of `start()`.
 
     Raises:
-        LaunchError: with the traceback of the rank that failed; or the function, an argument or a result cannot be
-            pickled.
-        SettingError: a setting that cannot work, before anything starts.
-        KeyboardInterrupt: Ctrl-C, once all processes have ended. (At SIGTERM this process then ends of it too.)
+        LaunchError: a rank failed (with its traceback), or the function, an argument or a result cannot be pickled.
+        SettingError: a setting has an invalid value. Raised before any process starts.
+        KeyboardInterrupt: Ctrl-C, after all processes have ended. (After SIGTERM, this process ends too.)
     """
     return call(fn, args, nproc, settings, timeout=timeout, tee=tee, check_strategy=check)

@@ -1,8 +1,9 @@
-"""The cell of a notebook: is there one, and a picture in it that is drawn again in its place. No torch, and no import
-of IPython: where there is a kernel, it has loaded IPython.
+"""Progress in a notebook cell: detect a notebook, and show a picture that is updated in place.
 
-A run in the kernel's own process shows its picture itself. Under `paceline.launch` a worker writes the picture into a
-file (`CellFile`), and the kernel's process, which watches the workers, shows what it finds there (`Relay`).
+This module imports neither torch nor IPython: in a Jupyter kernel, IPython is already loaded.
+
+A run in the kernel's process shows its picture directly (`Cell`). Under `paceline.launch`, a worker writes the picture
+to a file (`CellFile`), and the kernel's process, which supervises the workers, shows the file (`Relay`).
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from typing import Any, Protocol
 
 
 class Place(Protocol):
-    """Where a picture is shown, each one in place of the one before."""
+    """An output that shows one picture. A new picture replaces the last."""
 
     def show(self, html: str, text: str) -> None:
-        """text: the same for those who cannot show HTML."""
+        """Show the picture: `html`, or `text` where HTML is not supported."""
         ...
 
 
 def in_kernel() -> bool:
-    """Is this the process of a Jupyter kernel (JupyterLab, VS Code, Colab, nbclient)?"""
+    """Return whether this process is a Jupyter kernel (JupyterLab, VS Code, Colab, nbclient)."""
     shell = _shell()
     return shell is not None and any(kind.__name__ == "ZMQInteractiveShell" for kind in type(shell).__mro__)
 
@@ -36,7 +37,7 @@ def _shell() -> Any:
 
 
 class Cell:
-    """The output of the cell that is running, in the kernel's process."""
+    """The output of the running cell, in the kernel's process."""
 
     def __init__(self) -> None:
         self._id: str | None = None
@@ -52,7 +53,10 @@ class Cell:
 
 
 def after_each_cell(call: Callable[[], None]) -> Callable[[], None]:
-    """Have this called when a cell has ended, however it ended. Returns what ends that. Without a kernel: nothing."""
+    """Call `call` whenever a cell ends, with or without an error. Return a function that unregisters it.
+
+    Outside of a Jupyter kernel, both functions do nothing.
+    """
     if not in_kernel():
         return lambda: None
     events = _shell().events
@@ -69,42 +73,42 @@ def after_each_cell(call: Callable[[], None]) -> Callable[[], None]:
 
 
 class CellFile:
-    """A file that the kernel's process shows. Each picture replaces the one before, as a whole."""
+    """A file with a picture, which the kernel's process shows. Each picture replaces the last, atomically."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def show(self, html: str, text: str) -> None:
         part = f"{self._path}.part"
-        with contextlib.suppress(OSError), open(part, "w") as file:  # a full disk ends no training
+        with contextlib.suppress(OSError), open(part, "w") as file:  # a full disk must not end the training
             json.dump([html, text], file)
         with contextlib.suppress(OSError):
             os.replace(part, self._path)
 
 
 class Relay:
-    """Shows what a CellFile of another process holds."""
+    """Shows the picture in another process's CellFile."""
 
     def __init__(self, path: str, place: Place) -> None:
         self.path, self._place = path, place
-        self._seen: tuple[int, int] | None = None  # the time and number of the file that was shown last
+        self._seen: tuple[int, int] | None = None  # mtime and inode of the file shown last
 
     def show(self) -> None:
-        """Show the picture, if it is another one than the last time."""
+        """Show the picture if it has changed."""
         try:
             found = os.stat(self.path)
             if (found.st_mtime_ns, found.st_ino) == self._seen:
                 return
             with open(self.path) as file:
                 html, text = json.load(file)
-        except (OSError, ValueError):  # not there yet
+        except (OSError, ValueError):  # not written yet
             return
         self._seen = found.st_mtime_ns, found.st_ino
         self._place.show(html, text)
 
 
 def shorten(error: BaseException, text: str) -> None:
-    """In a notebook, have this text shown for the error in place of its traceback (a method that IPython looks for)."""
+    """In a notebook, show this text instead of the error's traceback (IPython calls `_render_traceback_`)."""
     if in_kernel():
         with contextlib.suppress(AttributeError):
             error._render_traceback_ = lambda: text.split("\n")  # type: ignore[attr-defined]

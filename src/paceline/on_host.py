@@ -1,15 +1,14 @@
-"""What `paceline run --hosts` starts on each host: `python -m paceline.on_host`. Importing it imports no torch.
+"""The program that `paceline run --hosts` starts on each host: `python -m paceline.on_host`. Does not import torch.
 
-1. The first line of the input is a JSON object: the directory and the script. The answer says what is there. It stands
-   behind hosts.MARK on stdout, as the exit code later does on stderr.
+1. The first line of the input is a JSON object: the directory and the script. The reply describes the host. It is
+   printed on stdout after hosts.MARK. Later the exit code is printed on stderr, after the same mark.
 2. The second line is the job: the environment, and the command line of `paceline run`.
-3. The rest of the input is a lease. Each line is a sign of life of the launcher that started the run, or tells to save
-   a checkpoint and end ("save"), or to do what SIGTERM asks for here ("notice"), or to stop ("stop 15", by that
-   signal).
-   When the input ends, because the launcher was killed or the connection broke, or when nothing comes for
-   hosts.SILENT_SECONDS, because the network is cut, the run here ends too.
+3. The rest of the input is a lease. Each line is a heartbeat of the launcher that started the run, or a request: save a
+   checkpoint and end ("save"), act as on SIGTERM ("notice"), or stop with a signal ("stop 15").
+   The run on this host also ends if the input ends (the launcher was killed, or the connection broke), or if no line
+   arrives for hosts.SILENT_SECONDS (the network failed).
 
-The input is watched, and no terminal is asked for (ssh -tt), since a terminal would mix stdout and stderr.
+This program watches its input instead of a terminal (ssh -tt), because a terminal would mix stdout and stderr.
 """
 
 from __future__ import annotations
@@ -36,53 +35,53 @@ from paceline.launcher.hosts import MARK, SILENT_SECONDS, STOP_SECONDS
 
 
 def main() -> None:
-    """Read the request and do what it says."""
+    """Read the request, run the job, and print its exit code."""
     lease = os.dup(0)  # not inherited by the ranks
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     line, rest = _read_line(lease)
     if not line:
-        sys.exit("paceline.on_host: nothing came on its input. It is started by `paceline run --hosts`.")
+        sys.exit("paceline.on_host: the input is empty. Use `paceline run --hosts`, which starts this program.")
     request = json.loads(line)
     print(f"{MARK}{json.dumps(probe(request))}", flush=True)
     line, rest = _read_line(lease, rest)
-    if not line:  # nothing is started
+    if not line:  # the launcher starts no job on this host
         return
     request |= json.loads(line)
     os.environ.update(request["environ"])
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # what the ranks print shall be seen at once
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")  # show the ranks' output immediately
     interface = _interface(request["address"])
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    # "save" may come before the run has a handler of its own. It comes again.
+    # "save" may arrive before the run has installed its handler. The launcher repeats it.
     signal.signal(signal.SIGUSR1, lambda signum, frame: None)
     threading.Thread(target=_watch, args=(lease, rest), daemon=True).start()
     if request["secret"] is not None:
         request["arguments"][1:1] = ["--rdzv-secret-file", _hidden_file(request["secret"])]
-    sys.path[0] = request["directory"]  # as for `python -m paceline run` there; it was the home directory
+    sys.path[0] = request["directory"]  # as for `python -m paceline run` in this directory; before: the home directory
     code: Any = 1
     try:
         command_line(args=request["arguments"], prog_name="paceline")
     except SystemExit as ended:
         code = ended.code
-    except BaseException:  # a fault of ours, or of what is installed here: os._exit below would not show it
+    except BaseException:  # a bug in Paceline or a broken installation: os._exit below would hide it
         traceback.print_exc()
     finally:
         code = code if isinstance(code, int) else 0 if code is None else 1
         sys.stdout.flush()
         print(f"{MARK}{json.dumps({'exit': code})}", file=sys.stderr, flush=True)
-        os._exit(min(code, 254))  # 255 is ssh's own. Not by way of Python's end: a stuck thread could hold it up.
+        os._exit(min(code, 254))  # 255 means that ssh failed. Skip Python's shutdown: a stuck thread could block it.
 
 
 def probe(request: dict[str, Any]) -> dict[str, Any]:
-    """The fields of hosts.Answer."""
+    """Check the directory and the script, and return the fields of hosts.Answer."""
     directory, script = request["directory"], request["script"]
-    remedy = f"Make it and copy the code there (`rsync -a {directory}/ HOST:{directory}/`), or share the file system."
+    remedy = f"Copy the code there (`rsync -a {directory}/ HOST:{directory}/`), or use a shared directory."
     try:
         os.chdir(directory)
     except OSError as error:
-        return {"problem": f"the directory {directory} cannot be entered there: {error.strerror}. {remedy}"}
+        return {"problem": f"cannot enter the directory {directory}: {error.strerror}. Create it. {remedy}"}
     try:
         checks.check_module(script) if request["module"] else checks.check_script(script)
     except LaunchError as error:
@@ -91,7 +90,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     if not request["module"]:
         with open(script, "rb") as file:
             digest = hashlib.sha256(file.read()).hexdigest()
-    connection = os.environ.get("SSH_CONNECTION", "").split() or [""] * 4  # client, its port, ours, our port
+    connection = os.environ.get("SSH_CONNECTION", "").split() or [""] * 4  # client, client's port, host, host's port
     return {
         "paceline": _version("paceline"),
         "torch": _version("torch"),
@@ -104,8 +103,10 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _hidden_file(secret: str) -> str:
-    """A file that holds the secret and has no name in any folder: nothing is left of it, however this process ends. On
-    systems without such files, one that only this user can read."""
+    """Write the secret to an anonymous file, which disappears with this process. Return its path.
+
+    On systems without anonymous files, use a temporary file that only this user can read.
+    """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("paceline")  # not inherited by the ranks
         os.fchmod(descriptor, 0o600)
@@ -131,8 +132,10 @@ def _free_port() -> int:
 
 
 def _interface(address: str) -> str:
-    """The network interface with this address; "" where there is none. By itself gloo takes the one to which the
-    host's own name leads, which on many machines is loopback."""
+    """Return the network interface with this address, or "".
+
+    By default, gloo uses the interface of the host's name, which is loopback on many machines.
+    """
     import psutil
 
     found = psutil.net_if_addrs().items() if address else ()
@@ -140,8 +143,11 @@ def _interface(address: str) -> str:
 
 
 def _read_line(descriptor: int, data: bytes = b"") -> tuple[bytes, bytes]:
-    """(the next line, what was read beyond it). The line is empty where the input ended before its end. data: what has
-    been read already."""
+    """Read a line. Return it and the bytes read after it. The line is empty if the input ended before a newline.
+
+    Args:
+        data: bytes that were read before.
+    """
     while b"\n" not in data:
         more = os.read(descriptor, 65536)
         if not more:
@@ -152,7 +158,7 @@ def _read_line(descriptor: int, data: bytes = b"") -> tuple[bytes, bytes]:
 
 
 def _watch(descriptor: int, data: bytes) -> None:
-    """Pass signals on to this process. End it when the input ends, or falls silent."""
+    """Send the requested signals to this process. End it if the input ends, or is silent for SILENT_SECONDS."""
     while True:
         *lines, data = data.split(b"\n")
         for line in lines:

@@ -1,25 +1,28 @@
-"""Nested Python state as a JSON document and named tensors, and back, in place of a pickle: the form of a checkpoint,
-and of what processes send each other (comm/objects.py).
+"""Encode nested Python state as a JSON document and named tensors, and decode it, without pickle.
 
-In the document `None`, bools, strings, lists, finite floats, ints of 64 bits and dicts with string keys stand for
-themselves. Everything else is an object with the key "$", which names its type:
+Checkpoints use this form, and so do objects that processes send each other (comm/objects.py).
+
+`None`, bools, strings, lists, finite floats, 64-bit ints and dicts with string keys are written as plain JSON.
+Everything else is an object with the key "$", which names its type:
 
     {"$": "tuple", "items": [...]}                   also set, frozenset, torch.Size, deque (with "maxlen")
     {"$": "dict", "items": [[key, value], ...]}      a dict with other keys; also OrderedDict, defaultdict, Counter
-    {"$": "tensor", "name": "state/0/exp_avg"}       the tensor of that name, kept beside the document
+    {"$": "tensor", "name": "state/0/exp_avg"}       the tensor of that name, stored beside the document
     {"$": "float", "hex": "..."}                     the 8 bytes of an inf or NaN; also int (hexadecimal) and complex
     {"$": "numpy", "name": ..., "dtype": "<f8", "shape": [...]}     and numpy.scalar
     {"$": "bytes", "base64": "..."}                  also bytearray; torch.dtype and torch.device have a "name"
     {"$": "path", "text": "..."}                     a pathlib.Path; also datetime, date, time, Decimal and UUID
     {"$": "range", "items": [0, 10, 1]}              also timedelta
     {"$": "Namespace", "items": [[name, value]]}     an argparse.Namespace; also types.SimpleNamespace
-    {"$": "numbers", "name": "scores"}               a long list of ints or of floats, and "long bytes": as a tensor,
-                                                     in what is sent and not in a checkpoint
+    {"$": "numbers", "name": "scores"}               a long list of ints or floats, as a tensor; also "long bytes".
+                                                     Only in messages, not in checkpoints
 
 A tensor is named by its path ("layer.weight" at the top, "state/0/exp_avg" below), so that the tensors of a model's
-state_dict keep the model's names. Dtypes that some safetensors release does not know are stored as real pairs (complex)
-or as bytes. The memory order of a dense tensor (channels_last) is restored. Values, types, order and bits come back
-exactly. Devices, `requires_grad` and shared memory do not: decoded tensors are plain, on the host.
+state_dict keep the model's names. Dtypes unknown to some safetensors release are stored as real pairs (complex) or as
+bytes.
+
+Decoding restores values, types, order, bits, and the memory order of dense tensors (channels_last). It does not restore
+devices, `requires_grad` or shared memory: decoded tensors are plain tensors on the host.
 """
 
 from __future__ import annotations
@@ -52,55 +55,64 @@ from paceline.torch_private.core import METADATA
 Json = Any  # None, bool, int, float, str, list or dict with string keys
 
 MARK = "$"
-LONG = 1000  # entries of a list of numbers, or bytes, from which on they are sent as a tensor
-MOST_BRACKETS = 8_000_000  # lists and objects in the JSON of a saved state, which take up to 200 bytes each once read
+LONG = 1000  # a list of at least this many numbers, or at least this many bytes, is sent as a tensor
+MOST_BRACKETS = 8_000_000  # limit on lists and objects in a saved state's JSON; each takes up to 200 bytes once read
 _CHUNK_BYTES = 2**24
-DEEPEST = 100  # levels; the JSON of one level may nest three deep, and Python's recursion limit is 1,000
+DEEPEST = 100  # levels; one level may take three levels of JSON, and Python's recursion limit is 1,000
 
-_NATIVE_DTYPES = {  # which every safetensors release since 0.4 reads back by itself
+_NATIVE_DTYPES = {  # every safetensors release since 0.4 can read these
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
-# Of these, torch.from_numpy makes native tensors.
+# torch.from_numpy converts these to native dtypes.
 _NATIVE_NUMPY = {"f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "b1"}
 _NUMPY_KINDS = "biufcmMSU"  # numbers, times and fixed-length strings: bytes with a dtype, no Python objects
 _FACTORIES: dict[str, type] = {t.__name__: t for t in (bool, dict, float, int, list, set, str, tuple)}
 
 
 class Unreadable(ValueError):
-    """A document that `encode` did not write, or whose tensors are not there."""
+    """The document was not written by `encode`, or a tensor is missing."""
 
 
 def encode(tree: Any, what: str = "the state", *, sent: bool = False) -> tuple[Json, dict[str, Tensor]]:
-    """`tree` as (document, tensors). `decode` reverses it.
+    """Encode `tree` as (document, tensors). `decode` reverses it.
 
-    The tensors are detached and share memory with `tree` where they can: they may be on any device, non-contiguous, and
-    overlap. what: the first words of error messages ("tracked 'ema'"). sent: to another process, and not to a file.
+    The tensors are detached and share memory with `tree` if possible. So they may be on any device, non-contiguous or
+    overlapping.
 
-    Raises CheckpointError, or UsageError where it would be sent, with the path in the tree and the remedy, for anything
-    that has no exact plain form: functions, classes, modules, objects, namedtuples, sparse tensors, subclasses of the
-    types above.
+    Args:
+        what: the first words of error messages, such as "tracked 'ema'".
+        sent: the state is for another process, not for a file.
+
+    Raises:
+        CheckpointError: a value has no exact plain form: functions, classes, modules, objects, namedtuples, sparse
+            tensors, subclasses of the types above. The message gives the path in the tree and the remedy.
+        UsageError: the same, if `sent`.
     """
     encoder = _Encoder(what, sent)
     return encoder.node(tree, ()), encoder.tensors
 
 
 def decode(document: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree of a document. Most of `tensors` are in it as they are, not as copies.
+    """Decode a document. Most of `tensors` are used directly, not copied. Never runs code named by the document.
 
-    Raises Unreadable for a document that `encode` did not write, and for a tensor that is missing. Runs no code that
-    the document names.
+    Raises:
+        Unreadable: `encode` did not write the document, or a tensor is missing.
     """
     try:
         return _decode(document, tensors)
-    except Exception as error:  # whatever numbers and names that nobody vouches for bring torch and NumPy to raise
+    except Exception as error:  # torch and NumPy may raise anything for untrusted numbers and names
         raise Unreadable(_described(error)) from error
 
 
 def read(data: bytes, tensors: Mapping[str, Tensor]) -> Any:
-    """As `decode`, of a document's JSON. Each object is decoded as soon as it is parsed: there is never a second tree.
-    Raises Unreadable also for what is no JSON, and before it is parsed for more than MOST_BRACKETS."""
-    if data.count(b"[") + data.count(b"{") > MOST_BRACKETS:  # of these some may stand in strings
+    """Decode a document given as JSON. Each object is decoded as soon as it is parsed, so no second tree is built.
+
+    Raises:
+        Unreadable: `decode` would raise it, the data is not JSON, or it has more than MOST_BRACKETS lists and objects
+            (counted before parsing).
+    """
+    if data.count(b"[") + data.count(b"{") > MOST_BRACKETS:  # some brackets may be inside strings
         found = _count_brackets(data)
         if found > MOST_BRACKETS:
             raise Unreadable(f"it has {found:,} lists and dicts, too many for a state")
@@ -112,8 +124,8 @@ def read(data: bytes, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _count_brackets(data: bytes) -> int:
-    """How many lists and dicts a JSON document opens."""
-    plain = np.frombuffer(data.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)  # without quotes inside of strings
+    """Count the lists and dicts of a JSON document, without parsing it."""
+    plain = np.frombuffer(data.replace(b"\\\\", b"").replace(b'\\"', b""), np.uint8)  # removes quotes inside strings
     found, inside = 0, False
     for start in range(0, len(plain), _CHUNK_BYTES):
         part = plain[start : start + _CHUNK_BYTES]
@@ -127,7 +139,7 @@ def _count_brackets(data: bytes) -> int:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's collector would look at a growing tree again and again; nothing in it is garbage."""
+    """Pause Python's garbage collector, which would scan the growing tree repeatedly and find no garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -138,13 +150,13 @@ def _no_collection() -> Iterator[None]:
 
 
 def decode_saved(document: Json, tensors: Mapping[str, Tensor], what: str) -> Any:
-    """As `decode`, of a checkpoint: raises CheckpointError. what: names it in that."""
+    """Decode a checkpoint's document. Raises CheckpointError, with `what` as the checkpoint's name."""
     with _of_checkpoint(what):
         return decode(document, tensors)
 
 
 def read_saved(data: bytes, tensors: Mapping[str, Tensor], what: str) -> Any:
-    """As `read`, of a checkpoint: raises CheckpointError. what: names it in that."""
+    """Decode a checkpoint's JSON. Raises CheckpointError, with `what` as the checkpoint's name."""
     with _of_checkpoint(what):
         return read(data, tensors)
 
@@ -155,20 +167,20 @@ def _of_checkpoint(what: str) -> Iterator[None]:
         yield
     except Unreadable as error:
         raise CheckpointError(
-            f"{what} cannot be read back: {error}. It is damaged, or does not fit its tensors, or another program "
-            "wrote it; use another checkpoint."
+            f"{what} cannot be read back: {error}. It is damaged, does not fit its tensors, or was written by another "
+            "program. Use another checkpoint."
         ) from error
 
 
 class _Encoder:
-    """Encodes one tree. path: the keys and indices from the root to a value."""
+    """Encodes one tree. In its methods, `path` holds the keys and indices from the root to a value."""
 
     def __init__(self, what: str, sent: bool) -> None:
         self.what, self.sent = what, sent
         self.tensors: dict[str, Tensor] = {}
-        self._open: set[int] = set()  # ids of the containers that are being encoded; a cycle meets one of them again
-        self._brackets = 0  # of lists and objects that the JSON has at most, so far
-        self._hashed = 0  # > 0 in dict keys and set members, where a tensor counts by identity and not by value
+        self._open: set[int] = set()  # ids of the containers being encoded; a cycle reaches one of them again
+        self._brackets = 0  # upper bound on the lists and objects in the JSON so far
+        self._hashed = 0  # > 0 in dict keys and set members, where tensors are compared by identity, not value
 
     def node(self, value: Any, path: tuple[Any, ...]) -> Json:
         kind = type(value)
@@ -180,7 +192,7 @@ class _Encoder:
             return value
         if kind in _CONTAINERS:
             return self._container(value, path)
-        self._count(3, path)  # "strides" and "shape" beside the object, or less
+        self._count(3, path)  # at most the object, "strides" and "shape"
         if kind is int:
             return {MARK: "int", "hex": hex(value)}
         if kind is float:
@@ -192,7 +204,7 @@ class _Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
             return {MARK: "numpy.scalar", "dtype": value.dtype.str, "hex": value.tobytes().hex()}
         if kind is bytes and self.sent and len(value) >= LONG:
-            content = torch.frombuffer(bytearray(value), dtype=torch.uint8)  # of bytes themselves torch would warn
+            content = torch.frombuffer(bytearray(value), dtype=torch.uint8)  # torch would warn about read-only bytes
             return {MARK: "long bytes", "name": self._add_tensor(content, path)}
         if kind in _SIMPLE:
             return {MARK: _NAMES[kind], **_SIMPLE[kind](value)}
@@ -200,7 +212,7 @@ class _Encoder:
 
     def _container(self, value: Any, path: tuple[Any, ...]) -> Json:
         if id(value) in self._open:
-            raise self._refuse(path, "a container that holds itself", "Take the cycle out of the state.")
+            raise self._refuse(path, "a container that contains itself", "Remove the cycle from the state.")
         if len(path) >= DEEPEST:
             raise self._refuse(path, f"a container nested {DEEPEST} levels deep", "Flatten it.")
         self._count(1, path)
@@ -216,8 +228,8 @@ class _Encoder:
         if self._brackets > MOST_BRACKETS and not self.sent:  # `read` would refuse it
             raise self._refuse(
                 path,
-                f"a state of more than {MOST_BRACKETS:,} lists, dict entries and the like",
-                "Keep them in tensors or numpy arrays, which take a small part of the memory and the time.",
+                f"a state with more than {MOST_BRACKETS:,} lists, dict entries and similar",
+                "Store them in tensors or numpy arrays, which need far less memory and time.",
             )
 
     def _mapping(self, value: Any, path: tuple[Any, ...]) -> Json:
@@ -231,9 +243,11 @@ class _Encoder:
         if isinstance(value, defaultdict):
             factory = value.default_factory
             if factory is not None and _FACTORIES.get(getattr(factory, "__name__", "")) is not factory:
-                raise self._refuse(path, "a defaultdict of a function", f"Known factories: {', '.join(_FACTORIES)}.")
+                raise self._refuse(
+                    path, "a defaultdict with a function as factory", f"Known factories: {', '.join(_FACTORIES)}."
+                )
             node["default"] = None if factory is None else factory.__name__
-        # There a module's state_dict has the version of each layer's format, which load_state_dict reads.
+        # A module's state_dict stores the version of each layer's format here, for load_state_dict.
         if isinstance(value, OrderedDict) and hasattr(value, METADATA):
             node["metadata"] = self.node(getattr(value, METADATA), (*path, METADATA))
         return node
@@ -243,7 +257,7 @@ class _Encoder:
         if kind is list and self.sent and len(value) >= LONG and (numbers := _numbers(value)) is not None:
             return {MARK: "numbers", "name": self._add_tensor(numbers, path)}
         if kind is set or kind is frozenset:
-            # Sorted, since hashes differ from process to process: equal states give equal files.
+            # Sorted, because hashes differ between processes. Equal states give equal files.
             items = sorted((self._key(item, (*path, item)) for item in value), key=json.dumps)
         else:
             items = [self.node(item, (*path, index)) for index, item in enumerate(value)]
@@ -288,13 +302,13 @@ class _Encoder:
         return node
 
     def _add_tensor(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
-        """Returns the tensor's name, made of its path so that safetensors and UTF-8 can hold it."""
-        place = "/".join(part if isinstance(part, str) else str(part) for part in path)
-        place = place.encode("utf-8", "backslashreplace").decode()
-        name, number = place, 1
-        while name in self.tensors or name == "__metadata__":  # which safetensors reserves
+        """Store a tensor. Return its name: its path, unique, and valid in safetensors and UTF-8."""
+        joined = "/".join(part if isinstance(part, str) else str(part) for part in path)
+        joined = joined.encode("utf-8", "backslashreplace").decode()
+        name, number = joined, 1
+        while name in self.tensors or name == "__metadata__":  # reserved by safetensors
             number += 1
-            name = f"{place}#{number}"
+            name = f"{joined}#{number}"
         self.tensors[name] = tensor
         return name
 
@@ -304,7 +318,7 @@ class _Encoder:
 
 
 def _numbers(values: list[Any]) -> Tensor | None:
-    """(len(values),): a list of floats alone, or of ints of 64 bits alone; else None."""
+    """Convert a list of only floats or only 64-bit ints to a tensor, (len(values),). Returns None for other lists."""
     kinds = set(map(type, values))
     if kinds == {float} or (kinds == {int} and min(values) >= -(2**63) and max(values) < 2**63):
         return torch.from_numpy(np.array(values, np.float64 if kinds == {float} else np.int64))
@@ -312,14 +326,14 @@ def _numbers(values: list[Any]) -> Tensor | None:
 
 
 def _permuted_strides(value: Tensor) -> list[int] | None:
-    """The strides of a dense tensor whose dimensions have another order in memory (channels_last), else None."""
+    """Return the strides of a dense tensor with a permuted memory order (such as channels_last), else None."""
     if value.is_contiguous():
         return None
     return list(value.stride()) if _is_dense(value.shape, value.stride()) else None
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether these strides put each element of a tensor into a place of its own, with no gap between them."""
+    """Return whether a tensor with these strides has no gaps and no overlapping elements."""
     expected = 1
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if stride != expected:
@@ -363,7 +377,7 @@ def _decode(node: Json, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _finish(node: dict[str, Any], tensors: Mapping[str, Tensor]) -> Any:
-    """The value of an object whose entries are decoded."""
+    """Decode an object after its entries were decoded."""
     return _DECODERS[node[MARK]](node, tensors) if MARK in node else node
 
 
@@ -388,7 +402,7 @@ def _namespace(kind: type, node: Json) -> Any:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch.{name} is no dtype")
+        raise ValueError(f"torch.{name} is not a dtype")
     return dtype
 
 
@@ -397,9 +411,9 @@ def _tensor(node: Json, tensors: Mapping[str, Tensor]) -> Tensor:
     if "shape" in node:
         value = value.view(_dtype(node["dtype"])).reshape(node["shape"])
     elif "dtype" in node:
-        value = value.view(_dtype(node["dtype"])).squeeze(-1)  # view_as_complex knows fewer dtypes
+        value = value.view(_dtype(node["dtype"])).squeeze(-1)  # view_as_complex supports fewer dtypes
     if "strides" in node:
-        if not _is_dense(value.shape, node["strides"]):  # else a few bytes could ask for any amount of memory
+        if not _is_dense(value.shape, node["strides"]):  # otherwise a few bytes could request any amount of memory
             raise ValueError(f"strides {node['strides']} for the shape {list(value.shape)}")
         ordered = torch.empty_strided(value.shape, node["strides"], dtype=value.dtype)
         value = ordered.copy_(value)
@@ -464,11 +478,11 @@ _DECODERS: dict[str, Callable[[Json, Mapping[str, Tensor]], Any]] = {
 }
 
 
-# --- what has no plain form
+# --- values without a plain form
 
 
 def _spell(path: tuple[Any, ...]) -> str:
-    """A path in a tree as Python writes it, " at decay.schedule[3]['a key']"; "" for the root."""
+    """Format a path as Python code: " at decay.schedule[3]['a key']", or "" for the root."""
     text = ""
     for part in path:
         plain = isinstance(part, str) and part.isidentifier()
@@ -477,15 +491,19 @@ def _spell(path: tuple[Any, ...]) -> str:
 
 
 def _refusal(value: Any, *, hashed: bool = False) -> tuple[str, str]:
-    """(what a value is that has no plain form, what to use instead). hashed: it is a dict key or a member of a set."""
+    """Describe a value without a plain form, and the remedy.
+
+    Args:
+        hashed: the value is a dict key or a set member.
+    """
     kind = type(value)
     name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, Tensor):
         return _tensor_refusal(value, name, hashed)
     if isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
-        return "a function", "Use the numbers and names it is made from, and make it again where they are loaded."
+        return "a function", "Use the numbers and names it is made from, and create it again after loading."
     if isinstance(value, type):
-        return f"a class ({value.__qualname__})", "Use its name, and look the class up where it is loaded."
+        return f"a class ({value.__qualname__})", "Use its name, and look the class up after loading."
     if isinstance(value, enum.Enum):
         return f"an enum member ({value})", "Use its .value."
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -493,22 +511,22 @@ def _refusal(value: Any, *, hashed: bool = False) -> tuple[str, str]:
     if isinstance(value, (pathlib.PurePath, datetime.date, datetime.time)):
         return f"a {name}", f"Use {'str(value)' if isinstance(value, pathlib.PurePath) else 'value.isoformat()'}."
     if isinstance(value, torch.Generator):
-        return "a torch.Generator", "Use its get_state(), and set_state() it where it is loaded."
+        return "a torch.Generator", "Use its get_state(), and set_state() after loading."
     if kind is np.ndarray:
-        return f"a numpy array of dtype {value.dtype}", "Use its tolist(), or an array for each of its fields."
+        return f"a numpy array of dtype {value.dtype}", "Use its tolist(), or one array per field."
     if isinstance(value, Mapping) and not isinstance(value, dict):
         return f"a {name}, a mapping,", "Use dict(value)."
     if dataclasses.is_dataclass(value) and not isinstance(value, dict):
         return f"a dataclass ({name})", "Use dataclasses.asdict(value)."
     if callable(getattr(value, "state_dict", None)):
-        return f"a {name}", "It has a state of its own: use its state_dict(), and load that into another."
+        return f"a {name}", "Use its state_dict(), and load that into a new object."
     for base in (dict, list, tuple, set, str, int, float):
         if isinstance(value, base):
             return f"a {name}, a subclass of {base.__name__},", f"Use {base.__name__}(value)."
     return (
         f"a {name}",
-        "Use what it is made of: None, bools, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, sets "
-        "and dicts of these.",
+        "Use its parts: None, bools, numbers, strings, bytes, tensors, numpy arrays, and lists, tuples, sets and dicts "
+        "of these.",
     )
 
 
@@ -517,7 +535,7 @@ def _tensor_refusal(value: Tensor, name: str, hashed: bool) -> tuple[str, str]:
         return "a tensor as a dict key or set member", "Use its name, its index or its item() as the key."
     if type(value) is not Tensor and type(value) is not torch.nn.Parameter:
         if hasattr(value, "full_tensor"):
-            return f"a {name}, one process's piece of a tensor,", "Use its full_tensor()."
+            return f"a {name}, one process's shard of a tensor,", "Use its full_tensor()."
         return f"a {name}, a subclass of Tensor,", "Use value.as_subclass(Tensor), or the tensors inside it."
     if value.is_meta:
         return "a tensor on the meta device, which has no values,", "Give it values first (to_empty, then initialise)."
@@ -525,14 +543,14 @@ def _tensor_refusal(value: Tensor, name: str, hashed: bool) -> tuple[str, str]:
         return "a quantized tensor", "Use its int_repr(), q_scale() and q_zero_point(), or its dequantize()."
     return (
         f"a tensor of layout {value.layout}",
-        "Use its to_dense(), or its indices and values as tensors of their own.",
+        "Use its to_dense(), or its indices and values as separate tensors.",
     )
 
 
 def _described(error: Exception) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except ValueError:  # it names an int of more than 4,300 digits, which Python refuses to print
+    except ValueError:  # the message contains an int of more than 4,300 digits, which Python refuses to print
         return type(error).__name__
 
 

@@ -1,4 +1,4 @@
-"""Run: what a script holds. Thin: it delegates, and decides nothing twice."""
+"""Run, the object that a script uses. It delegates every task to another module."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.comm import collectives, mesh
-from paceline.comm.replicas import ProcessReplicas, separate
+from paceline.comm import mesh
+from paceline.comm.mesh import world_group
+from paceline.comm.replicas import separate
 from paceline.config import Settings
 from paceline.data import randomness
 from paceline.data.batch_plan import BatchPlan, one_shard
-from paceline.data.elsewhere import of_run
+from paceline.data.foreign_names import of_run
 from paceline.data.loader import Loader, current_examples
-from paceline.data.made_batches import RowCollate, RowDataset, Rows, check_batches
 from paceline.data.noise import Noise, check_modules, make_noise
-from paceline.data.sources import OWN_ARGUMENTS, LoaderArguments, make_sources
+from paceline.data.sources import PACELINE_ARGUMENTS, LoaderArguments, make_sources
+from paceline.data.user_batches import RowCollate, RowDataset, Rows, check_batches
 from paceline.data.zero_rows import ZERO_ROWS
 from paceline.errors import CheckpointError, ModelError, UsageError
 from paceline.metrics import metrics, predict_files
@@ -33,7 +34,7 @@ from paceline.monitor.trackers import Tracker
 from paceline.norm.normalisation import Normalisation
 from paceline.state.averaged_weights import ModelEMA, weights_of
 from paceline.state.checkpoint import Retention
-from paceline.state.hyperparameters import Hyperparameters, Whose, check_whose
+from paceline.state.hyperparameters import Hyperparameters, HyperparameterSource, check_source
 from paceline.state.restarts import Restarts
 from paceline.state.run_position import Epochs, RunPosition
 from paceline.state.state import State, fits, model_number
@@ -64,31 +65,62 @@ YieldHook = Callable[[Loader], None]
 
 
 class RunParts(NamedTuple):
-    """What a run is made of, for the tools that observe it and for `paceline.fit`."""
+    """The parts of a run, for `paceline.fit` and for tools that observe a run."""
 
     strategy: Strategy
     stepper: Stepper
-    names: Mapping[Tensor, str]  # of each prepared parameter, and of each place of its gradient
+    names: Mapping[Tensor, str]  # parameter, or tensor that holds its gradient -> the parameter's name
     models: Sequence[nn.Module]
     optimizers: Sequence[torch.optim.Optimizer]
     noise: Noise | None
     normalisation: Normalisation
 
+    @property
+    def runs_closure(self) -> bool:
+        """Does the strategy call the script's closure itself, on several micro-batches per yield?"""
+        return self.strategy.plan.bundled
+
+    @property
+    def splits_closure(self) -> bool:
+        """Does the closure run in stages, so that no process runs all of it or holds the whole model?"""
+        return self.strategy.plan.whole_shards
+
+    @property
+    def independent(self) -> bool:
+        """Do the replicas have different weights between two averagings?"""
+        return self.strategy.mesh.independent
+
+    @property
+    def in_step(self) -> bool:
+        """Do all processes compute each global batch together, and make one update from it?"""
+        return self.strategy.plan.in_step and not self.independent
+
+    @property
+    def chunks(self) -> int:
+        """Number of chunks that a work queue splits each global batch into; 0 without a work queue."""
+        plan = self.strategy.plan
+        return 0 if plan.in_step else plan.shards
+
+    @property
+    def in_sequence(self) -> int:
+        """Number of shards that a process computes in sequence; 0 if it computes one, or all at once."""
+        return self.strategy.plan.sequential
+
 
 class Run:
-    """One training run, seen from one process. Made by `paceline.start`.
+    """One training run, as one process sees it. Created by `paceline.start`.
 
     Attributes:
-        world, device, settings, seed: of the run.
-        latest: the loader that yielded last.
-        calls: compares the calls in which all processes take part.
-        restarts: what lets the run go on after it was stopped or has lost a rank.
-        explanation: returns a better error than one of the user's forward; None where there is none.
-        closed: has the run ended?
+        world, device, settings, seed: rank and world size, this process's device, the settings, and the seed.
+        latest: the training or evaluation loader that yielded last.
+        calls: checks that all processes make the same collective calls.
+        restarts: saves and restores state when the run is stopped or loses a rank.
+        explanation: returns a clearer error for an exception from the user's forward, or None.
+        closed: whether the run has ended.
     """
 
     def __init__(self, world: World, settings: Settings, device: torch.device, *, trial: bool = False) -> None:
-        """trial: a run of `paceline verify` or `compare`, which restores and writes nothing."""
+        """trial: this is a run of `paceline verify` or `compare`, so it restores nothing and writes no files."""
         self.world = world
         self.settings = settings
         self.device = device
@@ -127,8 +159,8 @@ class Run:
         self._epochs = Epochs(lambda: list(self._state.loaders.values()), self._strategy, self.main)
         self._position = RunPosition(self._stepper, self._epochs)
         self.latest: Loader | None = None
-        self._evaluations = self._averages = 0  # how many loaders and averages the script has made
-        self._strategy.mesh.replicas = ProcessReplicas(self._strategy.mesh.layers)
+        self._evaluations = self._averages = 0  # number of evaluation loaders and of weight averages so far
+        self._strategy.mesh.replicas = self._strategy.mesh.layers
         mesh.use(self._strategy.mesh)
         randomness.seed_all(randomness.mix(settings.seed, randomness.tag("start")), device)
         self.restarts = Restarts(
@@ -140,8 +172,8 @@ class Run:
         self._heartbeat = Heartbeat()
         self._observers: list[StepObserver] = []
         self._trial = trial
-        self._normalises = False  # whether a prepared model has batch norm
-        self._restored = False  # whether the run was restored, and no training batch has come since
+        self._normalises = False  # does a prepared model have batch norm?
+        self._restored = False  # has the run been restored, and yielded no training batch since?
         self._on_training_yield: tuple[YieldHook, ...] = ()
         self._on_evaluation_yield: tuple[YieldHook, ...] = ()
         self.closed = False
@@ -150,20 +182,19 @@ class Run:
         self._choose_hooks()
 
     def _choose_hooks(self) -> None:
-        """What is called when a loader yields, in order. Called again when this changes."""
+        """Rebuild the hooks that run when a loader yields, in order. Call again when one of them changes."""
         first: list[YieldHook] = [self._heartbeat] if self._heartbeat.beats else []
         first += [observer.before_yield for observer in self._observers]
         last: list[YieldHook] = [self._monitor.on_yield] if self._monitor.active else []
         last += [observer.after_yield for observer in self._observers]
-        own: list[YieldHook] = [self._on_first_batch] if self._restored else []
+        inner: list[YieldHook] = [self._on_first_batch] if self._restored else []
         self._normalises = self._normalisation.active
-        own += [self._normalisation.on_yield] if self._normalises else []
-        self._on_training_yield = (*first, *own, self._stepper.ownership.on_yield, *last)
+        inner += [self._normalisation.on_yield] if self._normalises else []
+        self._on_training_yield = (*first, *inner, self._stepper.ownership.on_yield, *last)
         self._on_evaluation_yield = (*first, self._on_evaluation, *last)
 
     def _save_last(self, directory: Path) -> Path:
-        """Save what is handed over to the next start. That an earlier checkpoint could not be written does not keep
-        this newer one from being tried."""
+        """Save the checkpoint for the next start. If an earlier background save failed, only print its error."""
         try:
             self._state.wait_for_save()
         except CheckpointError as error:
@@ -184,12 +215,12 @@ class Run:
 
     @property
     def main(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this process is rank 0."""
         return self.world.rank == 0
 
     @property
     def rank(self) -> int:
-        """The number of this process, from 0 to world_size - 1. A model must not depend on it."""
+        """The number of this process, from 0 to world_size - 1. The model must not depend on it."""
         return self.world.rank
 
     @property
@@ -199,23 +230,22 @@ class Run:
 
     @property
     def world_size(self) -> int:
-        """How many processes the run has."""
+        """The number of processes."""
         return self.world.size
 
     @by_all
     def wait(self) -> None:
-        """Returns when every process has come here."""
-        collectives.barrier()
+        """Waits until every process has called it."""
+        world_group().barrier()
 
     @by_all
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every process, such as the name of a directory. All processes call it.
+        """Returns rank 0's value on every process, such as the name of a directory. All processes call it.
 
         value: None, numbers, strings, bytes, paths, dates, tensors, NumPy arrays, and lists, tuples, sets, dicts and
-        argparse.Namespaces of these. Tensors come on the CPU. Raises UsageError for anything else, since nothing is
-        pickled.
+        argparse.Namespaces of these. Tensors arrive on the CPU. Other types raise UsageError: nothing is pickled.
         """
-        return collectives.broadcast_object(value, what="run.broadcast(value)")
+        return world_group().broadcast(value, what="run.broadcast(value)")
 
     if not TYPE_CHECKING:
 
@@ -225,15 +255,16 @@ class Run:
     # --- the objects of a run
 
     def prepare(self, *objects: Any) -> Any:
-        """Takes models, optimizers, learning-rate schedulers and training loaders into the run, and returns them.
+        """Adds models, optimizers, learning-rate schedulers and training loaders to the run, and returns them.
 
-        Models move to `run.device`, with the weights of rank 0 on every rank; they keep their class, names and methods.
-        Optimizers are then moved by `run.step`, and schedulers with them, once per optimizer step. A DataLoader comes
-        back as the training loader of this run; its batch is the global batch. In place of torch.compile's wrapper the
-        model itself comes back, compiled, with its own names; the wrapper may be used as before. May be called again to
-        add more. Load pretrained weights before or after it (then on every rank).
+        Models move to `run.device`. Every rank gets rank 0's weights. Models keep their class, names and methods.
+        `run.step` then updates the optimizers, and advances the schedulers once per optimizer step. For a DataLoader,
+        `prepare` returns a training loader; the DataLoader's batch becomes the global batch. For a model from
+        torch.compile, `prepare` returns the original model, compiled, with its parameter names; you may keep using the
+        wrapper. Call `prepare` again to add more objects. Load pretrained weights before `prepare`, or after it on
+        every rank.
 
-        Raises UsageError for anything else, and for an optimizer of parameters that no prepared model has.
+        Raises UsageError for any other object, and for an optimizer with parameters that no prepared model has.
         """
         objects = tuple(map(without_wrapper, objects))
         for observer in self._observers:
@@ -244,7 +275,7 @@ class Run:
         for thing in objects:
             check_preparable(thing)
         for model in models:
-            if not any(model is own for own in self._models):
+            if not any(model is prepared for prepared in self._models):
                 self._precision.convert(model)
                 if self.settings.channels_last:
                     backends.channels_last(model)
@@ -255,7 +286,7 @@ class Run:
                 self._models.append(model)
         if self._noise is not None:
             check_modules(self._models)
-        for model in self._models:  # also those of earlier calls: a layer may have been added
+        for model in self._models:  # also models of earlier calls: the user may have added a layer
             self._normalisation.convert(model)
         separate(self._strategy.mesh, self._models)
         names = parameter_names(self._models)
@@ -266,7 +297,7 @@ class Run:
         if self.latest is not None and self._strategy.plan is not plan:
             raise ModelError(PREPARED_LATE)
         self.restarts.prepared()
-        names = parameter_names(self._models)  # anew: a strategy may have put others in their place
+        names = parameter_names(self._models)  # again: the strategy may have replaced parameters
         for scheduler in schedulers:
             self._add_scheduler(scheduler)
         self._stepper.updates.follow(names)
@@ -309,27 +340,31 @@ class Run:
         limit_batches: int | float | None = None,
         **options: Any,
     ) -> Loader:
-        """A loader that yields this process's part of each global batch, on `run.device`.
+        """Returns a loader that yields this process's shard of each global batch, on `run.device`.
 
         Args:
-            dataset: map-style, or iterable (then every process reads the whole stream and keeps its part).
-            global_batch: examples of one optimizer step, over all devices; {0: 64, 4: 128} is 128 from epoch 4 on.
-            micro_batch: the most examples that one replica computes at once.
-            shuffle: another order in each epoch, of the seed; for an iterable data set among `shuffle_buffer` examples.
-            train: False for evaluation: each example counts once, every pass is alike, and training is not disturbed.
-            sampler: the user's own, over the whole data set (not a part for each rank).
-            batch_sampler: likewise, of whole global batches.
-            drop_last: leave out a last global batch that is short.
-            name: by which a checkpoint keeps its position; needed where a run has several training loaders.
-            shuffle_buffer: among how many waiting examples an iterable data set is shuffled; 1,000 if not given.
-            collate: what collate_fn is handed. "example": this process's part; rows that it draws with torch belong to
-                their examples. "global": the whole global batch on every process, for what mixes examples or draws
-                otherwise. "shard": this process's part, with draws of its own, which changes the model.
-            limit_batches: use so many global batches of an epoch or pass (an int), or this part of them (a float).
+            dataset: map-style or iterable. Every process reads the whole stream of an iterable data set, and keeps its
+                part.
+            global_batch: examples per optimizer step, over all devices. {0: 64, 4: 128} means 128 from epoch 4 on.
+            micro_batch: the largest number of examples that a replica computes at once.
+            shuffle: reorder the data in each epoch, depending on the seed. An iterable data set is shuffled in a buffer
+                of `shuffle_buffer` examples.
+            train: False for evaluation: each example counts once, every pass yields the same batches, and the random
+                streams of training do not advance.
+            sampler: a custom sampler over the whole data set, not over one rank's part.
+            batch_sampler: a custom sampler of global batches.
+            drop_last: leave out a short last global batch.
+            name: identifies the loader's position in checkpoints. Required with several training loaders.
+            shuffle_buffer: buffer size for shuffling an iterable data set. Default: 1,000.
+            collate: the examples that collate_fn receives. "example": this process's shard; torch draws with one row
+                per example are the same for any number of processes. "global": the whole global batch on every process,
+                for a collate_fn that mixes examples or draws in other ways. "shard": this process's shard, with
+                separate random draws, so that the model depends on the number of shards.
+            limit_batches: use this number (int) or fraction (float) of the global batches of each epoch or pass.
             options: num_workers, collate_fn, pin_memory, prefetch_factor, persistent_workers, worker_init_fn, timeout,
-                multiprocessing_context, as of torch.utils.data.DataLoader.
+                multiprocessing_context, as in torch.utils.data.DataLoader.
 
-        Raises SettingError for arguments that cannot be, or contradict each other.
+        Raises SettingError for invalid or contradictory arguments.
         """
         given: dict[str, Any] = {
             "global_batch": global_batch,
@@ -353,8 +388,8 @@ class Run:
         self._evaluations += not train
         plan = (lambda: self._strategy.plan) if train else self._evaluation_plan
         size = given.pop("global_batch")
-        own = {key: given.pop(key) for key in OWN_ARGUMENTS & given.keys()}
-        sources = make_sources(dataset, LoaderArguments(**own, options=given), size, seed=self.seed, plan=plan)
+        loading = {key: given.pop(key) for key in PACELINE_ARGUMENTS & given.keys()}
+        sources = make_sources(dataset, LoaderArguments(**loading, options=given), size, seed=self.seed, plan=plan)
         hooks: Any = {"on_yield": self._on_yield, "on_end": self._on_end}
         hooks["on_body_end"] = self.restarts.after_batch
         loader = Loader(sources.pop(0), device=self.device, noise=self._noise, later=sources, **hooks)
@@ -376,29 +411,30 @@ class Run:
         collate: str = "example",
         **options: Any,
     ) -> Loader:
-        """A loader whose batches a function makes: random pieces of a text, episodes, numbers drawn on the fly.
+        """Returns a loader with batches that a function makes: random pieces of a text, episodes, generated numbers.
 
-        fn(rows) returns a batch of len(rows) rows. rows: a sequence of the positions in the global batch that it is to
-        make (`rows.step`, `rows.epoch`, `rows.total`); on one process all, else this process's part. What it draws with
-        torch and a row for each, as torch.randint(n, (len(rows),)), is the same whoever makes it.
+        fn(rows) returns a batch of len(rows) rows. rows: a sequence of positions in the global batch, with the
+        attributes `step`, `epoch` and `total`. On one process it has all positions, else those of this process's shard.
+        If fn draws one row per position with torch, such as torch.randint(n, (len(rows),)), the draws do not depend on
+        the number of processes.
 
         Args:
-            fn: is called for each yield, just before it (without num_workers), so that it may use the model.
-            global_batch: rows of one optimizer step, over all devices.
-            steps: global batches in an epoch; not given, they have no end, and the loop needs a `break`.
-            micro_batch, train, name, collate, options: as of `loader`.
+            fn: without num_workers, it is called just before each yield, so it may use the model.
+            global_batch: rows per optimizer step, over all devices.
+            steps: global batches per epoch. By default an epoch is endless, and the loop needs a `break`.
+            micro_batch, train, name, collate, options: as in `loader`.
 
-        Raises SettingError for arguments that cannot be.
+        Raises SettingError for invalid arguments.
         """
         check_batches(fn, global_batch, steps, options)
-        own: dict[str, Any] = {"micro_batch": micro_batch, "train": train, "name": name, "collate": collate}
-        own["collate_fn"] = RowCollate(fn, global_batch)
-        return self.loader(RowDataset(global_batch, steps), global_batch=global_batch, **own, **options)
+        loading: dict[str, Any] = {"micro_batch": micro_batch, "train": train, "name": name, "collate": collate}
+        loading["collate_fn"] = RowCollate(fn, global_batch)
+        return self.loader(RowDataset(global_batch, steps), global_batch=global_batch, **loading, **options)
 
     def _evaluation_plan(self) -> BatchPlan:
-        """Evaluation is sharded over the processes with different examples, as many as live when a pass begins."""
+        """The plan of an evaluation pass that begins now: a shard for each live process of the data-parallel group."""
         data = self._strategy.mesh.data
-        return one_shard(collectives.size_of(data), collectives.rank_of(data))
+        return one_shard(data.size, data.rank)
 
     def _on_yield(self, loader: Loader) -> None:
         self.latest = loader
@@ -406,14 +442,14 @@ class Run:
             hook(loader)
 
     def _on_first_batch(self, _: Loader) -> None:
-        """The first training batch of a restored run."""
+        """Finish the restore at the first training batch after it."""
         self._restored = False
         self._choose_hooks()
         self._state.locks.before_batch()
         self._epochs.on_training_yield()
 
     def _on_evaluation(self, loader: Loader) -> None:
-        """The first batch of an evaluation synchronizes replicas."""
+        """Synchronize the replicas at the first batch of an evaluation pass."""
         request = loader.current
         if request is not None and request.step == request.micro == 0:
             self._stepper.updates.synchronize()
@@ -431,7 +467,7 @@ class Run:
             observer.after_end(loader, whole)
 
     def epochs(self, count: int) -> Iterator[int]:
-        """Epoch numbers from 0 to count - 1; in a restored run from where it stopped."""
+        """Yields epoch numbers from 0 to count - 1. A restored run starts at the epoch where it stopped."""
         numbers = self._stepper.ownership.between_epochs(self._epochs.up_to(count))
         return self._monitor.epochs(numbers, count, self._stepper.updates.synchronize)
 
@@ -448,12 +484,12 @@ class Run:
     ) -> Tensor:
         """Computes a loss and its gradients. Works under every strategy.
 
-        loss_fn(model, batch) returns a mean over the examples; or paceline.Total(sum, count); or a tuple of these,
-        which add. model: a prepared module, or a tuple, list or dict of them. optimizer: touch only its parameters.
-        of: the loader that the batch is from, where several training loaders are iterated together.
+        loss_fn(model, batch) returns a mean over the examples, a paceline.Total(sum, count), or a tuple of these, which
+        are added. model: a prepared module, or a tuple, list or dict of them. optimizer: compute gradients for its
+        parameters only. of: the loader that yielded the batch, if you iterate several training loaders together.
 
-        Returns this process's loss, a detached 0-dim tensor (NaN where its shard is empty); `run.mean` gives the
-        global one.
+        Returns this process's loss, a detached 0-dim tensor (NaN if its shard is empty). `run.mean` gives the global
+        loss.
         """
         if not torch.is_grad_enabled():
             raise UsageError(under_no_grad("forward_backward"))
@@ -477,15 +513,18 @@ class Run:
     ) -> None:
         """Adds a loss's gradients, as `loss.backward()` does in a script for one device.
 
-        backward(loss): a mean over this micro-batch's examples. backward(loss, count=n): a mean over n things, such as
-        tokens. backward(total=s, count=n): a sum over n things. backward(total=s): a plain sum over the global batch,
-        divided by nothing. Several calls for one micro-batch add. optimizer, of:
-        as for forward_backward. After the last one of a global batch `.grad` is the exact mean over it, unscaled.
+        - backward(loss): a mean over this micro-batch's examples.
+        - backward(loss, count=n): a mean over n things, such as tokens.
+        - backward(total=s, count=n): a sum over n things.
+        - backward(total=s): a plain sum over the global batch, not divided.
+
+        Several calls for one micro-batch add up. optimizer, of: as in forward_backward. After the last call of a global
+        batch, `.grad` is the exact mean over the global batch, unscaled.
         """
         if not torch.is_grad_enabled():
             raise UsageError(under_no_grad("backward"))
         if (loss is None) == (total is None):
-            raise UsageError("run.backward: give a loss, or total= with count=, and not both.")
+            raise UsageError("run.backward: pass either a loss, or total= with count=, but not both.")
         value = total if loss is None else loss
         if self._observers and isinstance(value, Tensor):
             factor = math.prod(observer.before_backward((value,)) for observer in self._observers)
@@ -502,24 +541,26 @@ class Run:
         *,
         max_grad_norm: float | None = None,
     ) -> bool:
-        """Updates, when the global batch is complete; else does nothing. Returns whether it was complete.
+        """Makes an update if the global batch is complete; otherwise does nothing. Returns whether it was complete.
 
-        Then it clips the gradients to `max_grad_norm` (the 2-norm of all of this optimizer's together), updates, moves
-        the prepared schedulers of this optimizer, and zeroes its gradients. The optimizer may be left out where one is
-        prepared. Raises UsageError without a backward before it, and NonFiniteError (with nonfinite="stop"): on a CPU
-        before the update; on an accelerator up to 2 x nonfinite_every updates later.
+        An update clips the gradients to `max_grad_norm` (the 2-norm over all gradients of this optimizer), steps the
+        optimizer, advances its prepared schedulers, and zeroes its gradients. You may omit the optimizer if only one is
+        prepared. Raises UsageError if no backward came before. With nonfinite="stop", raises NonFiniteError: on a CPU
+        before the update, on an accelerator up to 2 x nonfinite_every updates later.
 
-        closure: for an optimizer that evaluates the loss itself, several times in a step (torch.optim.LBFGS): clears
-        the gradients, computes the loss of the batch, calls run.backward or run.forward_backward, and returns the loss.
-        Each evaluation is of the whole global batch; the optimizer gets its mean loss, alike on all processes. Under
-        single and ddp, without micro-batches.
+        closure: for an optimizer that evaluates the loss itself, several times per step (torch.optim.LBFGS). The
+        closure clears the gradients, computes the loss of the batch, calls run.backward or run.forward_backward, and
+        returns the loss. Each evaluation covers the whole global batch, and the optimizer gets the same mean loss on
+        all processes. Works under single and ddp, without micro-batches.
         """
         chosen = optimizer
         if chosen is None and len(self._optimizers) == 1:
             chosen = self._optimizers[0]
         schedulers = [scheduler for scheduler in self._state.schedulers if scheduler.optimizer is chosen]
         if closure is not None and max_grad_norm is not None:
-            raise UsageError("run.step(optimizer, closure, max_grad_norm=...): the closure clips, after run.backward.")
+            raise UsageError(
+                "run.step(optimizer, closure, max_grad_norm=...): clip in the closure, after run.backward."
+            )
         for observer in self._observers:
             observer.before_step()
         if closure is not None:
@@ -538,25 +579,25 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Updates that the first prepared optimizer has made. Where none is prepared, global batches whose gradients
-        the script has used and cleared itself."""
+        """Number of updates that the first prepared optimizer has made. Without a prepared optimizer: number of global
+        batches for which the script has used and cleared the gradients itself."""
         if self._optimizers:
             return self._stepper.updates.counts[self._optimizers[0]]
         return self._stepper.ownership.count_manual_updates()
 
     @property
     def skipped(self) -> int:
-        """Updates that were left out because a gradient was not finite; of replicas that train apart this one's."""
+        """Number of updates (of this replica, if replicas are independent) skipped since a gradient was not finite."""
         return self._stepper.updates.left_out
 
     # --- numbers over all processes
 
     @by_all
     def mean(self, values: Any) -> Any:
-        """The mean over the examples of all processes, exact where they have unequally many, or none.
+        """Returns the exact mean over the examples of all processes, even if some have fewer examples or none.
 
-        values: a tensor with an example in each row; or a number that is the mean over this process's current batch,
-        such as a loss; or a dict of these. Returns a float.
+        values: a tensor with one row per example; or a number that is the mean over this process's current batch, such
+        as a loss; or a dict of such values. Returns a float, or a dict of floats.
         """
         for observer in self._observers:
             observer.on_request()
@@ -564,22 +605,22 @@ class Run:
 
     @by_all
     def ratio(self, sum: Any, count: Any) -> float:
-        """Sum of the sums / sum of the counts, over all processes."""
+        """Returns the sum of `sum` over all processes, divided by the sum of `count` over all processes."""
         for observer in self._observers:
             observer.on_request()
         return metrics.ratio(sum, count, self.device)
 
     @by_all
     def sum(self, values: Any) -> Any:
-        """The sum over all processes of a number, a tensor, or a dict of these. Whole numbers stay whole."""
+        """Returns the sum over all processes of a number, a tensor, or a dict of these. Integers stay integers."""
         for observer in self._observers:
             observer.on_request()
         return metrics.total(values, self.device)
 
     @by_all
     def gather(self, values: Any) -> Any:
-        """A tensor: all processes' joined along dimension 0, in rank order, differentiable. A list: all lists joined.
-        Anything else: a list of all processes' objects."""
+        """Collects values from all processes, in rank order. Tensors are joined along dimension 0, differentiably.
+        Lists are joined. Other objects are returned as a list with one entry per process."""
         for observer in self._observers:
             observer.on_request()
         return metrics.gather(values)
@@ -597,19 +638,20 @@ class Run:
         rows_per_file: int | None = None,
         **options: Any,
     ) -> Any:
-        """The result for each example of a data set, once, in its order, on the CPU of every process; or in files.
+        """Returns the model's result for each example of a data set, in order, on the CPU of every process; or writes
+        the results to files.
 
-        fn(model, batch) returns a tensor or list with an entry for each example, or a dict or tuple of these; if not
-        given, model(batch), or model(batch[0]) of a batch that is a tuple or list. The model is in evaluation mode
-        meanwhile, and without gradients. options: micro_batch, num_workers, collate_fn and so on, as of `loader`.
+        fn(model, batch) returns a tensor or list with one entry per example, or a dict or tuple of these. Default:
+        model(batch), or model(batch[0]) if the batch is a tuple or list. The model runs in evaluation mode, without
+        gradients. options: micro_batch, num_workers, collate_fn and so on, as in `loader`.
 
-        Returns a tensor (examples, ...) for a tensor, or a list of its rows where they differ in shape; a list for a
-        list; in dicts and tuples as fn returned them. An iterable data set is read to its end, and its order is that of
-        the stream. Raises UsageError for other results.
+        Returns a tensor (examples, ...) for tensors, or a list of rows if they differ in shape; a list for lists; and
+        the same dicts and tuples as fn. An iterable data set is read to its end, in the order of the stream. Raises
+        UsageError for other results.
 
-        to: a new folder. Each process writes its results there as it goes, at most rows_per_file examples into a file,
-        and the folder's path is returned (docs/fit.md, "To files"). resume: the folder may be that of a pass that was
-        stopped, on any number of processes, which then goes on; or of one that ended, and nothing is done.
+        to: write to this new folder instead, and return its path (docs/evaluate.md, "To files"). Each process writes
+        separate files during the pass, with at most rows_per_file examples each. resume: continue an interrupted pass
+        in that folder, on any number of processes. If the pass is complete, do nothing.
         """
         check_options(options)
         if to is not None:
@@ -617,7 +659,7 @@ class Run:
             with weights_of(model) as model:
                 return self._predict_to(target, model, dataset, global_batch, fn or on_first_input, options)
         if resume or rows_per_file is not None:
-            raise UsageError("run.predict(resume=..., rows_per_file=...): they belong to a folder, to=...")
+            raise UsageError("run.predict(resume=..., rows_per_file=...) also needs a folder: to=...")
         loader = self.loader(dataset, global_batch=global_batch, train=False, **options)
         with weights_of(model) as model, metrics.evaluating(model):
             return predict(model, fn or on_first_input, loader, self.autocast)
@@ -633,52 +675,56 @@ class Run:
     ) -> Path:
         if self._trial:
             return target.folder
-        cut = predict_files.cut(target, dataset, global_batch, options.pop("micro_batch", None))
+        sizes = predict_files.cut(target, dataset, global_batch, options.pop("micro_batch", None))
         left = predict_files.start(target, dataset, self._state.digest(self._models, model))
         if left is not None:
             options["sampler"] = left
-        loader = self.loader(dataset, train=False, **cut._asdict(), **options) if left != [] else None
+        loader = self.loader(dataset, train=False, **sizes._asdict(), **options) if left != [] else None
         with metrics.evaluating(model):
             return predict_files.write(model, fn, loader, self.autocast, target)
 
     @by_all
     def compute(self, metric: Any) -> Any:
-        """The value of a torchmetrics metric or collection over all processes, exact where one has few or no examples.
-        All processes call it; the metric itself stays as it was."""
+        """Returns the value of a torchmetrics metric or collection over all processes. It is exact even if some
+        processes have few or no examples. All processes call it. The metric does not change."""
         return metrics.compute(metric)
 
-    # --- what one sees
+    # --- logging
 
     def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
-        """Shows and records numbers: run.log(accuracy=0.9), run.log({"loss/val": value}). All processes call it alike.
+        """Shows and records numbers: run.log(accuracy=0.9), run.log({"loss/val": value}).
 
-        Numbers or 0-dim tensors. In a training batch a value is a mean over this process's examples there, and the mean
-        over `log_every` steps and all processes is written; in an evaluation pass that over the pass. Elsewhere it is
-        written at once, as the mean over the processes. In a batch nothing is read from the device at the call.
+        All processes call it, with the same names. Values are numbers or 0-dim tensors. In a training batch, a value is
+        a mean over this process's examples; the mean over `log_every` steps and all processes is written. In an
+        evaluation pass, the mean over the pass is written. Elsewhere, the mean over the processes is written at once.
+        In a training or evaluation batch, the call does not wait for the device.
         """
         self._monitor.log(values, named)
 
     def log_hyperparameters(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
-        """Records settings of the script in the trackers: run.log_hyperparameters(vars(args)). Rank 0's are written."""
+        """Records hyperparameters in the trackers: run.log_hyperparameters(vars(args)). Rank 0's values are written."""
         self._monitor.log_hyperparameters(media.hyperparameters(values, named))
 
     def log_image(self, name: str, image: Any) -> None:
-        """Records rank 0's image in the trackers that take images: a tensor or array (3, height, width), (1, height,
-        width) or (height, width), of floats from 0 to 1 or of whole numbers to 255. Waits for the device."""
+        """Records rank 0's image in the trackers that support images. Waits for the device.
+
+        image: a tensor or array of shape (3, height, width), (1, height, width) or (height, width), with floats from 0
+        to 1 or integers from 0 to 255.
+        """
         self._monitor.log_media("log_image", name, lambda: media.image(name, image))
 
     def log_histogram(self, name: str, values: Any) -> None:
-        """Records the distribution of rank 0's values, such as a weight or a gradient, in the trackers that take
-        histograms: a tensor or array of any shape. Waits for the device."""
+        """Records the distribution of rank 0's values, such as a weight or a gradient, in the trackers that support
+        histograms. values: a tensor or array of any shape. Waits for the device."""
         self._monitor.log_media("log_histogram", name, lambda: media.histogram(name, values))
 
     def print(self, *values: Any, **options: Any) -> None:
-        """Prints on rank 0 only, above a progress bar. Arguments as of print."""
+        """Prints on rank 0 only, above a progress bar. Takes the arguments of print."""
         if self.main:
             print(*values, **options)
 
     def add_tracker(self, tracker: Tracker) -> None:
-        """Has what is logged go to an object with begin, log and close too (docs/logging.md); alike on all ranks."""
+        """Also sends logged values to an object with begin, log and close (docs/logging.md). Call it on all ranks."""
         if self._trial:
             return
         self._monitor.add_tracker(tracker, self.latest)
@@ -687,11 +733,11 @@ class Run:
     # --- state
 
     def track(self, **objects: Any) -> None:
-        """Puts objects with state_dict and load_state_dict (an EMA, a best score) into checkpoints, by name.
+        """Adds objects with state_dict and load_state_dict (an EMA, a best score) to checkpoints, by name.
 
-        state_dict() is called on rank 0 alone; under ddp, where the launcher starts ranks again after a failure, on all
-        after each step (docs/reliability.md). An object whose state lies on several processes gathers it in
-        before_save(), which all processes call, if it has one, before each checkpoint.
+        state_dict() is called on rank 0 only. Exception: under ddp with --max-restarts, it is called on all ranks after
+        each step (docs/reliability.md). If an object's state is spread over processes, give the object a method
+        before_save() that gathers the state: all processes call it before each checkpoint.
         """
         for name, thing in objects.items():
             self._state.add_tracked(name, thing)
@@ -729,17 +775,19 @@ class Run:
         mode: str = "min",
         background: bool = False,
     ) -> Path | None:
-        """Writes a checkpoint into a new directory below `directory`, and returns its path. All processes call it.
+        """Writes a checkpoint into a new directory in `directory`, and returns its path. All processes call it.
 
-        keep: how many of the newest checkpoints to leave there. keep_best: how many more to leave, those with the best
-        scores; mode: whether "min" or "max" is best. score: of this checkpoint, rank 0's.
+        keep: the number of newest checkpoints to keep. keep_best: also keep this number of checkpoints with the best
+        scores. score: the score of this checkpoint; rank 0's value is used. mode: whether the lowest ("min") or the
+        highest ("max") scores are best.
 
-        background: returns None as soon as rank 0 has copied everything in its memory; a thread there writes, and
-        training goes on. One checkpoint is written at a time: the next save, `restore`, `wait_for_save` and the end of
-        the run wait for it first, and raise its CheckpointError on every process where it could not be written.
+        background: return None as soon as rank 0 has a copy in memory. A thread of rank 0 writes the checkpoint while
+        training continues. Only one checkpoint is written at a time: the next save, `restore`, `wait_for_save` and the
+        end of the run first wait for the thread. If it could not write the checkpoint, they raise CheckpointError on
+        every process.
 
-        Raises UsageError in the middle of a global batch, CheckpointError where it cannot be written; earlier
-        checkpoints are then untouched.
+        Raises UsageError in the middle of a global batch, and CheckpointError if the checkpoint cannot be written;
+        earlier checkpoints then stay untouched.
         """
         if self._trial:
             for observer in self._observers:
@@ -756,29 +804,31 @@ class Run:
 
     @by_all
     def wait_for_save(self) -> Path | None:
-        """Waits until the last save with background=True is on the disk, and returns the path of its checkpoint; None
-        where there is none to wait for. All processes call it. Raises CheckpointError where it could not be written."""
+        """Waits for the last save with background=True, and returns its path. Returns None if no result is pending. All
+        processes call it. Raises CheckpointError if the checkpoint could not be written."""
         return self._state.wait_for_save()
 
     @by_all
     def restore(
-        self, directory: str | Path, *, missing_ok: bool = False, hyperparameters: Whose = "checkpoint"
+        self, directory: str | Path, *, missing_ok: bool = False, hyperparameters: HyperparameterSource = "checkpoint"
     ) -> bool:
-        """Puts back the newest whole checkpoint of `directory` (or the one that it is), of any strategy and number of
-        processes. Call it after `prepare`; loaders and tracked objects may be made before or after it.
+        """Loads the newest complete checkpoint in `directory`, or the checkpoint `directory` itself. It may have been
+        saved under any strategy and by any number of processes. Call `restore` after `prepare`; create loaders and
+        tracked objects before or after it.
 
-        hyperparameters: whose learning rate and other options of optimizers the run goes on with, where the script was
-        changed since: the "checkpoint"'s, or those of this "script", whose schedule is then moved on to the step at
-        hand. What differs is printed. Momenta and the like are the checkpoint's in both cases.
+        hyperparameters: if the script's learning rate or other optimizer options have changed, use the values of the
+        "checkpoint" or of the "script". With "script", the script's schedule is advanced to the current step.
+        Differences are printed. Momenta and similar state always come from the checkpoint.
 
-        Returns False where there is none, with missing_ok. Raises CheckpointError: none, damaged, of another program.
+        Returns whether a checkpoint was restored. Raises CheckpointError if there is none (unless missing_ok), if it is
+        damaged, or if it belongs to another program.
         """
         if self._trial:
             return False
         if not self._models:
-            raise UsageError("run.restore before run.prepare: prepare the models and optimizers that it is to fill.")
-        check_whose(hyperparameters)
-        self._state.whose = hyperparameters
+            raise UsageError("run.restore before run.prepare: prepare the models and optimizers to restore first.")
+        check_source(hyperparameters)
+        self._state.hyperparameter_source = hyperparameters
         found = self._state.restore(directory, missing_ok, self.restarts.kept)
         self.restarts.restored(Path(directory))
         if found is not None:
@@ -792,19 +842,19 @@ class Run:
 
     @by_all
     def export(self, path: str | Path, model: nn.Module | ModelEMA | None = None) -> None:
-        """Writes a model, or the average of `ema`, as one safetensors file that its plain class loads. All processes
-        call it. Raises NonFiniteError as `step` does."""
+        """Writes a model, or an average from `run.ema`, to one safetensors file, which the plain model class can load.
+        All processes call it. Raises NonFiniteError as `step` does."""
         if self._trial:
             for observer in self._observers:
                 observer.in_save(True)
             return
         self._stepper.updates.drain()
-        with weights_of(model) as whose:
-            self._state.export(path, model_number(self._models, unwrapped(whose)))
+        with weights_of(model) as module:
+            self._state.export(path, model_number(self._models, unwrapped(module)))
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> ModelEMA:
-        """The exponential moving average of a prepared model's weights, for evaluation and export. It lies where the
-        weights lie, under every strategy, and is in the checkpoints. All processes make and update it:
+        """Returns an exponential moving average of a prepared model's weights, for evaluation and export. Under every
+        strategy it is sharded like the weights. Checkpoints include it. All processes create and update it:
 
             ema = run.ema(model, decay=0.999)
             ...
@@ -814,11 +864,11 @@ class Run:
             paceline.evaluate(ema, loss_fn, test_set, global_batch=64)
             run.export("ema.safetensors", ema)
 
-        Buffers are the model's own. `with ema.in_model():` gives the model the average for other uses. Raises
-        SettingError for a decay that is not in [0, 1), UsageError for a model that is not prepared.
+        Buffers are not averaged. For other uses, `with ema.in_model():` puts the average into the model. Raises
+        SettingError for a decay outside [0, 1), and UsageError for a model that is not prepared.
         """
         model = unwrapped(model)
-        number = next((number for number, own in enumerate(self._models) if own is model), None)
+        number = next((number for number, prepared in enumerate(self._models) if prepared is model), None)
         if number is None:
             raise UsageError(f"run.ema: this {type(model).__name__} is not prepared. Call run.prepare(model) first.")
         made = ModelEMA(model, number, self._strategy, decay, lambda: self._stepper.updates.made or self.steps)
@@ -828,26 +878,26 @@ class Run:
 
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
-        """Rank 0 runs the block first, then the first process of each other machine, then all others."""
+        """Runs the block on rank 0 first, then on the first process of each other machine, then on all others."""
         turn = 0 if self.main else 1 if self.world.local_rank == 0 else 2
         with self.calls.call("run.main_first"):
             for _ in range(turn):
-                collectives.barrier()
+                world_group().barrier()
         try:
             yield
         finally:
             for _ in range(2 - turn):
-                collectives.barrier()
+                world_group().barrier()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The chosen precision, for a part of a loop that does not go through a prepared model's forward."""
+        """Returns an autocast context in the run's precision, for code outside a prepared model's forward."""
         return self._precision.autocast()
 
     def close(self) -> None:
-        """Ends the run: hooks, threads and buffers. The process may start another one.
+        """Ends the run: removes hooks, stops threads, and frees buffers. The process may then start another run.
 
-        Raises, when all is closed, NonFiniteError for a last step whose gradients an accelerator has not told of yet,
-        and CheckpointError for a checkpoint that could not be written in the background."""
+        After closing, raises NonFiniteError if gradients of the last steps on an accelerator were not finite, or
+        CheckpointError if a background checkpoint could not be written."""
         if self.closed:
             return
         for observer in self._observers:
@@ -861,7 +911,8 @@ class Run:
 
     def _close(self) -> None:
         try:
-            if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:  # else the error is what to read
+            # After an exception, raise no further error: the user should read the first.
+            if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
                 self._stepper.updates.drain()
                 self._stepper.ownership.warn_unstepped()
                 self._state.end_saves(self.calls)
@@ -888,14 +939,14 @@ class Run:
 
 
 def observe(run: Run, make: Callable[[Run, RunParts], StepObserver]) -> None:
-    """Has a tool watch a run. make: is given the run and its parts."""
+    """Attach an observer to a run. make: creates it from the run and its parts."""
     run._observers.append(make(run, parts_of(run)))
     run._stepper.watch(run._observers)
     run._choose_hooks()
 
 
 def parts_of(run: Run) -> RunParts:
-    """The parts of a run. They live as long as the run."""
+    """The parts of a run. They stay valid until the run ends."""
     return RunParts(
         run._strategy,
         run._stepper,

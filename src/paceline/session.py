@@ -1,4 +1,4 @@
-"""start: from a launcher's environment and the given settings to a Run."""
+"""paceline.start: make a Run from the launcher's environment and the settings."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from paceline.trials.spec import TrialSpec
 from paceline.verify.worker.recorder import Recorder
 from paceline.world import World
 
-_open: list[Run] = []  # the open run, if there is one
-_explained = False  # has the excepthook been installed?
-_unsaved = False  # could a checkpoint not be written at the exit of the process?
+_open: list[Run] = []  # the open run, or empty
+_explained = False  # whether the excepthook is installed
+_unsaved = False  # whether writing a checkpoint failed while the process exited
 
 
 def start(
@@ -60,52 +60,53 @@ def start(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Run:
-    """Joins the world that the launcher made; alone, the world is this process.
+    """Start a run: join the other processes of the launcher, or run alone without a launcher.
 
-    A `paceline.toml` beside the script overrides what the script gives here, and the command line
+    A `paceline.toml` beside the script overrides these arguments, and the command line
     (`paceline run --strategy ... train.py`) overrides both.
 
     Args:
-        strategy: "single" (the default for one process), "ddp" (for several), "data_parallel", "mirrored",
-            "central_storage", "shared", "fsdp", "tensor", "pipeline", "local_sgd", "diloco", "parameter_server",
-            "deepspeed"; with options, "ddp:bucket_mb=50,static_graph=true" or paceline.strategy("ddp", bucket_mb=50).
+        strategy: "single" (the default for one process), "ddp" (the default for several processes), "data_parallel",
+            "mirrored", "central_storage", "shared", "fsdp", "tensor", "pipeline", "local_sgd", "diloco",
+            "parameter_server" or "deepspeed". With options: "ddp:bucket_mb=50,static_graph=true" or
+            paceline.strategy("ddp", bucket_mb=50).
         precision: "fp32", "bf16", "fp16" or "bf16-params".
-        seed: of all randomness: initialisation, order, augmentation, noise. 0 if not given.
-        batch_norm: "global", statistics over the whole global batch, as on one device; "shard", over each shard, which
-            makes the model depend on the number of shards.
-        noise: whose the noise of the loop or closure is (dropout, a VAE's): "shard", other noise for another number of
-            shards; "example", each example's own where it has a row, the same for any number (docs/contract.md).
+        seed: seed of all randomness: initialisation, order, augmentation, noise. Default: 0.
+        batch_norm: "global": statistics over the global batch, as on one device. "shard": statistics over each shard,
+            which make the model depend on the number of shards.
+        noise: whether dropout and other in-model randomness is keyed by shard or by example. "shard": it depends on
+            the number of shards. "example": it does not, if each example has a row (docs/contract.md).
         compile: compile prepared models with torch.compile.
-        nonfinite: what to do at a loss or gradient that is inf or NaN: "stop" or "skip".
-        nonfinite_every: on an accelerator every gradient is checked, and the host reads the results of this many steps
-            together; 10 if not given. A bad gradient is reported at most twice as many updates later.
-        fp32_outputs: in 16 bits, a model that is called in the loop form returns fp32, so that the loss is computed in
-            fp32 (the default); False: it returns what torch.autocast does, which is faster and less exact
-            (docs/loop.md). In a closure, and under run.autocast(), it always does.
-        device: such as "cpu" or "cuda:1"; else this process's accelerator, by its local rank, or the CPU.
-        log_dir: where `run.log` writes; not given, nothing is written.
-        trackers: what it writes there: "jsonl" (the default), "tensorboard", "wandb", "mlflow"; several as a list.
-        log_every: `run.log` writes the mean over this many optimizer steps, 10 if not given.
-        progress: "bar", "lines" or "off"; "auto" is a bar in a notebook and on a terminal, else lines.
-        trace: a file for what each rank did when, in a format that ui.perfetto.dev opens; at the end of the run it is
-            also said which rank was slow (docs/logging.md).
-        channels_last: convolutions' weights lie channels last: faster in 16 bits on GPUs with tensor cores.
-        deterministic: only kernels that give the same bits in each run; slower, and an error where there is none.
-        cudnn_benchmark: try several convolution kernels and keep the fastest: costs seconds for each new input shape.
-        tf32: multiply float32 matrices with 10 bits of mantissa on recent GPUs: faster, and less exact.
-        reproducible: the same bits of weights and optimizer state on any number of processes from 1 to this one, and
-            across a change of that number: the global batch is cut into so many shards (docs/reproducible.md).
-        init_method: where the processes meet, such as "tcp://host:port" or "file:///path", as for
-            torch.distributed.init_process_group, in place of a launcher's environment.
-        rank: of this process, with init_method.
-        world_size: how many processes there are, with init_method.
+        nonfinite: what to do at an inf or NaN loss or gradient: "stop" or "skip".
+        nonfinite_every: on an accelerator, the host reads the gradient checks of this many steps together. Default: 10.
+            A bad gradient is reported at most twice this number of updates later.
+        fp32_outputs: in 16-bit precision, models called in the loop form return fp32, so that the loss is computed in
+            fp32 (the default). False: they return the dtype that torch.autocast gives, which is faster and less exact
+            (docs/loop.md). Closures and run.autocast() always follow torch.autocast.
+        device: such as "cpu" or "cuda:1". Default: the accelerator of this process's local rank, or the CPU.
+        log_dir: the directory for `run.log`. Default: nothing is written.
+        trackers: the formats in log_dir: "jsonl" (the default), "tensorboard", "wandb", "mlflow", or a list of several.
+        log_every: `run.log` writes the mean over this many optimizer steps. Default: 10.
+        progress: "bar", "lines" or "off". "auto" is a bar in a notebook or terminal, else lines.
+        trace: write a trace of all ranks over time to this file, for ui.perfetto.dev. At its end, the run then also
+            reports slow ranks (docs/logging.md).
+        channels_last: store convolution weights channels last. Faster in 16 bits on GPUs with tensor cores.
+        deterministic: use only deterministic kernels, and raise if there is none. Slower.
+        cudnn_benchmark: try several convolution kernels and keep the fastest. Takes seconds for each new input shape.
+        tf32: multiply float32 matrices with 10 bits of mantissa on recent GPUs. Faster, but less exact.
+        reproducible: a number V. Weights and optimizer state get the same bits on 1 to V processes, even if the number
+            of processes changes during the run. The global batch is split into V shards (docs/reproducible.md).
+        init_method: the rendezvous, such as "tcp://host:port" or "file:///path", as for
+            torch.distributed.init_process_group. Replaces a launcher's environment.
+        rank: this process's rank, with init_method.
+        world_size: the number of processes, with init_method.
 
     Returns:
-        The run, open until `run.close()`, the next `start`, or the end of the process.
+        The run. It is open until `run.close()`, the next `start`, or the end of the process.
 
     Raises:
-        SettingError: a setting that cannot be.
-        WorldError: an environment that describes no world.
+        SettingError: a setting has an invalid value.
+        WorldError: ranks and numbers of processes in the environment or the arguments are inconsistent.
     """
     _explain()
     given = {
@@ -140,7 +141,7 @@ def start(
     _close_all()
     world, where = _join(world, settings, init_method)
     atexit.unregister(_close_at_exit)
-    atexit.register(_close_at_exit)  # before the process group ends, which was made earlier
+    atexit.register(_close_at_exit)  # runs before the process group is destroyed: that function was registered earlier
     if settings.strategy is not None:
         strategy, line = alone(settings.strategy, world.size, where, settings.reproducible)
         settings = replace(settings, strategy=strategy)
@@ -158,32 +159,32 @@ def start(
 
 
 def _better(error: BaseException) -> Exception | None:
-    """What the open run says in place of an error of the user's forward."""
+    """Return a clearer error for a failed forward of the user's model, if the open run has one."""
     return None if isinstance(error, PacelineError) or not _open else _open[-1].explanation(error)
 
 
 def _explain() -> None:
-    """Have uncaught errors explained, from the first run on."""
+    """Install the excepthook that explains uncaught errors, once."""
     global _explained
     if not _explained:
         _explained = True
-        explain_uncaught(lambda: _open[-1].latest if _open else None, _hand_on, _better)
-        atexit.register(_fail_at_exit)  # the first to be registered of those that `start` registers: the last called
+        explain_uncaught(lambda: _open[-1].latest if _open else None, _save_newest_state, _better)
+        atexit.register(_fail_at_exit)  # `start` registers this first, so it is called last
 
 
-def _hand_on(error: BaseException) -> None:
-    """An uncaught error ends this process: what it has of the open run may help those that start it again."""
+def _save_newest_state(error: BaseException) -> None:
+    """At an uncaught error, save this process's newest state of the open run: a restart may resume from it."""
     if _open:
-        _open[-1].restarts.hand_on(error)
+        _open[-1].restarts.save_newest(error)
 
 
 def current() -> Run | None:
-    """The run that is open in this process."""
+    """Return the open run of this process, or None."""
     return _open[-1] if _open and not _open[-1].closed else None
 
 
 def _join(world: World, settings: Settings, init_method: str | None) -> tuple[World, torch.device]:
-    """Join the default process group. Returns the world with this process's place in it, and this process's device."""
+    """Join the default process group. Return the world with this process's local rank, and this process's device."""
     on_cpu = on_cpu_of(settings.strategy, world.size)
     rendezvous = process_group.Rendezvous(world, init_method)
     world = _by_environment(rendezvous.place())
@@ -201,7 +202,7 @@ def _settings(given: dict[str, Any]) -> tuple[Settings, list[str]]:
     overrides = json.loads(os.environ.get(worlds.SETTINGS) or "{}")
     path = overrides.pop("config", None)
     if path is None:
-        script = getattr(sys.modules["__main__"], "__file__", None)  # none in a notebook: the current directory
+        script = getattr(sys.modules["__main__"], "__file__", None)  # None in a notebook: use the current directory
         path = file_beside(script)
     layers = [("the script", given), ("the command line", overrides)]
     if path is not None:
@@ -215,8 +216,11 @@ def _close_all() -> None:
 
 
 def _close_at_exit() -> None:
-    """Close what is open when the process exits. Where an uncaught error ends the process, that error is what to read:
-    to close the run may take a collective, and other ranks have gone."""
+    """Close the open run when the process exits.
+
+    If an uncaught error ends the process, suppress further errors: closing the run may need a collective, and other
+    ranks may have ended. The user should read the first error.
+    """
     global _unsaved
     failed = getattr(sys, "last_value", None) is not None
     main = bool(_open) and _open[-1].main
@@ -230,12 +234,14 @@ def _close_at_exit() -> None:
 
 
 def _fail_at_exit() -> None:
-    """End with exit code 1 where a checkpoint could not be written. An exception in an exit function does not change
-    Python's exit code 0, and whoever has started the process would take the training for done."""
+    """Exit with code 1 if a checkpoint could not be written.
+
+    An exception in an exit function leaves Python's exit code at 0, so the training would look complete.
+    """
     if _unsaved:
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):  # closed, or no file
+            with contextlib.suppress(Exception):  # the stream may be closed or None
                 stream.flush()
         os._exit(1)
 
@@ -243,25 +249,25 @@ def _fail_at_exit() -> None:
 def _world(init_method: str | None, rank: int | None, world_size: int | None) -> World:
     if worlds.EXPORT in os.environ:
         raise UsageError(
-            f"paceline export imports {os.environ[worlds.EXPORT]} for its model, and it starts a run. Put what trains "
-            'under `if __name__ == "__main__":`.'
+            f"paceline export imports {os.environ[worlds.EXPORT]} for its model, but the import starts a run. Put the "
+            'training under `if __name__ == "__main__":`.'
         )
     if rank is None and world_size is None and init_method is None:
         return worlds.from_env(os.environ)
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise WorldError(
-            f"start(init_method={init_method!r}, rank={rank}, world_size={world_size}): all three belong together, "
-            "with 0 <= rank < world_size. Leave all out to take the launcher's."
+            f"start(init_method={init_method!r}, rank={rank}, world_size={world_size}): give all three, with "
+            "0 <= rank < world_size, or none to use the launcher's."
         )
     if world_size > worlds.MOST_PROCESSES:
         raise WorldError(
-            f"start(world_size={world_size}): a run may have {worlds.MOST_PROCESSES:,} processes. Give their number."
+            f"start(world_size={world_size}): a run may have at most {worlds.MOST_PROCESSES:,} processes. Correct it."
         )
     return World(rank, world_size, rank, world_size, 0, 1, "start()")
 
 
 def _by_environment(world: World) -> World:
-    """The world of `start(rank=...)` with the local rank that the environment gives, where it gives one."""
+    """Take the local rank and size of a world from `start(rank=...)` from the environment, if they are set there."""
     if world.source != "start()":
         return world
     local_rank, local_size = worlds.local_place(os.environ, world.local_rank, world.local_size)
@@ -269,7 +275,11 @@ def _by_environment(world: World) -> World:
 
 
 def _device(name: str | None, world: World, on_cpu: int) -> torch.device:
-    """This process's device, which becomes the current one. on_cpu: of how many ranks, the last, it is the CPU."""
+    """Choose this process's device and make it the current device.
+
+    Args:
+        on_cpu: number of ranks that use the CPU. They are the last ranks.
+    """
     if world.rank >= world.size - on_cpu:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

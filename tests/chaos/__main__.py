@@ -29,7 +29,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,17 +115,22 @@ class Folder:
 
     def processes(self) -> list[psutil.Process]:
         """All that a start has begun, whatever became of its parents."""
+        return [process for process, _ in self._marked()]
+
+    def ranks(self, launcher: int) -> list[psutil.Process]:
+        return [process for process, environ in self._marked() if process.pid != launcher and "RANK" in environ]
+
+    def _marked(self) -> list[tuple[psutil.Process, dict[str, str]]]:
+        """The processes of this start that live, with their environments: one may end at any time."""
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
+                environ = process.environ()
+                if environ.get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append((process, environ))
             except (psutil.Error, OSError):
                 continue
         return found
-
-    def ranks(self, launcher: int) -> list[psutil.Process]:
-        return [process for process in self.processes() if process.pid != launcher and "RANK" in process.environ()]
 
     def end_all(self) -> int:
         """Kill what is left. Returns how many that were."""
@@ -427,9 +431,6 @@ def difference(own: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) ->
 # ---------------------------------------------------------------- results
 
 
-NAMED = {"launcher": "a launcher", "machine": "a machine", "keeper": "the keeper"}
-
-
 def load(path: Path) -> list[dict[str, Any]]:
     return json.loads(path.read_text())["cases"] if path.exists() else []
 
@@ -459,19 +460,17 @@ def counts(cases: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    """In Markdown: a row for each way, and for what was killed."""
+    """In Markdown: a row for each way."""
     rows = [
         "| | trainings | kills | had to be started again | ended as if undisturbed | hung | left something behind |",
         "|---|---|---|---|---|---|---|",
     ]
     for way, count in counts(cases).items():
         own = [case for case in cases if case["way"] == way]
-        kills = Counter(kill for case in own for kill in case["kills"])
-        killed = ", ".join(f"{kills[kind]} of {NAMED.get(kind, kind)}" for kind in sorted(kills))
         hung = sum(any("hung" in text for text in case["wrong"]) for case in own)
         left = sum(any("is left" in text for text in case["wrong"]) for case in own)
         looked = str(left) if way in WAYS else "not looked at"
-        begun = f"| {way} | {count['trainings']} | {count['kills']}: {killed} | {count['again']} | {count['good']} |"
+        begun = f"| {way} | {count['trainings']} | {count['kills']} | {count['again']} | {count['good']} |"
         rows.append(f"{begun} {hung} | {looked} |")
     return "\n".join(rows)
 
@@ -482,11 +481,11 @@ def steps_made_again(cases: list[dict[str, Any]], way: str = KEPT) -> str:
     if not lost:
         return ""
     if way == MEMORY:
-        return f"Of {len(lost)} such starts none made more than {lost[-1]} updates again."
+        return f"Of {len(lost)} such restarts, none repeated more than {lost[-1]} updates."
     free, more = sum(steps <= 0 for steps in lost), sum(steps > 1 for steps in lost)
     return (
-        f"Of {len(lost)} such starts {free} made no update again, {len(lost) - free - more} one, that of the step at "
-        f"hand, and {more} more than that{f': up to {lost[-1]}' if more else ''}."
+        f"Of {len(lost)} such restarts, {free} repeated no update, {len(lost) - free - more} repeated one (the "
+        f"interrupted step), and {more} repeated more{f': up to {lost[-1]}' if more else ''}."
     )
 
 

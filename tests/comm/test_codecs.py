@@ -206,5 +206,5 @@ def test_names() -> None:
 def test_what_cannot_be_is_refused(text: str, words: str) -> None:
     with pytest.raises(SettingError, match=words):
         parse(text)
-    with pytest.raises(SettingError, match="a name is needed"):
+    with pytest.raises(SettingError, match="use a name such as"):
         parse(None)  # type: ignore[arg-type]

@@ -38,11 +38,11 @@ def test_the_device_of_a_process(
 @pytest.mark.parametrize(
     ("name", "accelerator", "count", "said"),
     [
-        (None, "cuda", 2, r"device cuda:3: 2 are visible to the process of local rank 3, of 4 on this machine"),
-        ("cuda:5", "cuda", 4, r"device cuda:5: 4 are visible"),
+        (None, "cuda", 2, r"device cuda:3: local rank 3 \(of 4 on this machine\) sees only 2 devices\."),
+        ("cuda:5", "cuda", 4, r"device cuda:5: local rank .* sees only 4 devices\."),
         ("cuda", None, 0, r"device='cuda': this machine has no accelerator\. Use device='cpu'"),
         ("cuda", "xpu", 1, r"device='cuda': this machine has xpu"),
-        ("gpu", "cuda", 1, r"device='gpu' is no device"),
+        ("gpu", "cuda", 1, r"device='gpu' is not a device"),
     ],
 )
 def test_a_device_that_is_not_there(name: str | None, accelerator: str | None, count: int, said: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from torch.distributed import distributed_c10d
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import mesh, neighbours, replicas, transport
-from paceline.comm.mesh import ALONE, Mesh, forget
-from paceline.comm.replicas import OneReplica, ProcessReplicas
+from paceline.comm import group, mesh, replicas, transport
+from paceline.comm.group import ALONE, Group
+from paceline.comm.mesh import Mesh, forget, world_group
 from paceline.norm.batchnorm import convert
 
 
@@ -35,8 +36,8 @@ def as_on_an_accelerator() -> Iterator[list[Any]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replicas, "_on_accelerator", lambda group, device: group is not ALONE)
-        patch.setattr(neighbours, "MOST_BYTES", -1)  # nothing goes over sockets
+        patch.setattr(Group, "on_accelerator", lambda self, device: self is not ALONE)
+        patch.setattr(group, "MOST_BYTES", -1)  # nothing goes over sockets
         patch.setattr(transport, "all_reduce", noting("all_reduce", 2))
         patch.setattr(transport, "all_gather", noting("all_gather", 1))
         yield groups
@@ -69,12 +70,12 @@ def trained(groups: list[Any] | None = None, norm: bool = True, strategy: str = 
 @pytest.mark.ranks(2)
 def test_sums_of_batch_norm_go_through_a_group_of_their_own_and_give_the_same_model() -> None:
     expected, layers = trained()
-    assert layers is None, "on the CPU nothing queues up"
+    assert layers is world_group(), "on the CPU nothing queues up"
     with as_on_an_accelerator() as groups:
         found, layers = trained(groups)
-    assert isinstance(layers, dist.ProcessGroup)
-    assert layers is not dist.group.WORLD
-    assert groups.count(layers) == 4, "two steps, of a row and a sum each"
+    assert layers.size == 2
+    assert layers is not world_group()
+    assert groups.count(layers.native) == 4, "two steps, of a row and a sum each"
     assert all(torch.equal(a, b) for a, b in zip(expected, found))
     forget()
 
@@ -94,7 +95,7 @@ def test_runs_that_follow_each_other_share_it() -> None:
 def test_no_group_is_made_where_no_layer_sums_over_processes() -> None:
     before = len(distributed_c10d._world.pg_map)
     with as_on_an_accelerator():
-        assert trained(norm=False)[1] is None
+        assert trained(norm=False)[1] is world_group()
         assert trained(strategy="local_sgd")[1] is ALONE
     assert len(distributed_c10d._world.pg_map) == before
 
@@ -105,18 +106,17 @@ def test_it_has_the_processes_of_the_data_dimensions() -> None:
     own = Mesh(torch.device("cpu"), rank, {"replicate": 2, "tensor": 2})
     model = net()
     convert(model)
-    own.replicas = ProcessReplicas(own.layers)
+    own.replicas = own.layers
     with as_on_an_accelerator():
         replicas.separate(own, [model])
-        assert isinstance(own.layers, dist.ProcessGroup)
         assert own.layers is not own.gradient
-        assert dist.get_process_group_ranks(own.layers) == [rank % 2, rank % 2 + 2]
+        assert dist.get_process_group_ranks(own.layers.native) == [rank % 2, rank % 2 + 2]
         assert own.replicas.sum(torch.tensor(float(rank))).item() == 2 * (rank % 2) + 2
         rows = own.replicas.rows(torch.full((3,), rank, dtype=torch.float64))
         assert rows.tolist() == [[rank % 2] * 3, [rank % 2 + 2] * 3]
 
         inside_of_a_step_only = Mesh(torch.device("cpu"), rank, {"replicate": 2, "tensor": 2})
-        inside_of_a_step_only.replicas = one = OneReplica()
+        inside_of_a_step_only.replicas = one = ALONE
         replicas.separate(inside_of_a_step_only, [model])
         assert inside_of_a_step_only.replicas is one
         assert inside_of_a_step_only.layers is own.layers
@@ -127,8 +127,10 @@ def test_it_has_the_processes_of_the_data_dimensions() -> None:
 
 def test_only_a_backend_of_accelerators_makes_sums_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda", 1)
-    monkeypatch.setattr(replicas.collectives, "size_of", lambda group=None: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 0)
     for backends, carried in (("cpu:gloo,cuda:nccl", True), ("cpu:gloo,cuda:gloo", False), ("cpu:gloo", False)):
-        monkeypatch.setattr(transport, "backends_of", lambda group=None, backends=backends: backends)
-        assert replicas._on_accelerator(None, gpu) is carried
-        assert not replicas._on_accelerator(None, cpu)
+        monkeypatch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
+        native: Any = mock.Mock()
+        assert Group(native).on_accelerator(gpu) is carried, backends
+        assert not Group(native).on_accelerator(cpu)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 
-from paceline.comm import collectives
-from paceline.comm.mesh import Mesh, forget
+from paceline.comm.mesh import Mesh, forget, group_of
 from paceline.errors import SettingError
 
 SIZES = ({"replicate": 1, "tensor": 2}, {"replicate": 2, "shard": 1}, {"shard": 2})
@@ -29,7 +28,7 @@ def test_torchs_mesh_has_the_groups_of_the_dimensions() -> None:
             part = mesh.along(name)
             assert (part.size(), part.get_local_rank()) == (size, mesh.coordinate(name))
             assert dist.get_process_group_ranks(part.get_group()) == ([0, 1] if size == 2 else [rank])
-            total = collectives.all_reduce(torch.tensor(rank + 1), group=part.get_group())
+            total = group_of(part.get_group()).all_reduce(torch.tensor(rank + 1))
             assert total == (3 if size == 2 else rank + 1)
         assert mesh.along(*sizes) is whole
         if len(sizes) == 1:

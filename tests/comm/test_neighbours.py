@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import collectives, mesh, neighbours
-from paceline.comm.replicas import ProcessReplicas
+from paceline.comm import neighbours
+from paceline.comm.group import leave_neighbours
+from paceline.comm.mesh import world_group
 from paceline.errors import UsageError
 
 
@@ -30,7 +31,7 @@ def sockets() -> int:
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int16, torch.bool], ids=str)
 def test_rows_are_the_bits_of_all_processes_in_rank_order(dtype: torch.dtype) -> None:
-    met = neighbours.meet(None)
+    met = neighbours.find_neighbours(world_group())
     assert met is not None
     rank, size = dist.get_rank(), dist.get_world_size()
     for shape in ((3, 2), (), (0,)):
@@ -43,7 +44,7 @@ def test_rows_are_the_bits_of_all_processes_in_rank_order(dtype: torch.dtype) ->
 
 @pytest.mark.ranks(3)
 def test_zeros_keep_their_sign_and_what_is_no_number_its_bits() -> None:
-    met = neighbours.meet(None)
+    met = neighbours.find_neighbours(world_group())
     assert met is not None
     strange = torch.tensor([-0.0, float("nan"), float("-inf"), 5e-324], dtype=torch.float64)
     for row in met.rows(strange):
@@ -53,7 +54,7 @@ def test_zeros_keep_their_sign_and_what_is_no_number_its_bits() -> None:
 
 @pytest.mark.ranks(2, 3)
 def test_sums_of_replicas_have_the_same_bits_everywhere_and_are_those_of_torch_distributed() -> None:
-    replicas, rank, size = ProcessReplicas(), dist.get_rank(), dist.get_world_size()
+    replicas, rank, size = world_group(), dist.get_rank(), dist.get_world_size()
     tensor = torch.randn(500, generator=torch.Generator().manual_seed(rank))
     total = replicas.sum(tensor)
     theirs = tensor.clone()
@@ -63,22 +64,21 @@ def test_sums_of_replicas_have_the_same_bits_everywhere_and_are_those_of_torch_d
     dist.all_gather(seen, total)
     assert all(torch.equal(one, total) for one in seen)
     assert replicas.sum(torch.tensor([2**30], dtype=torch.int32)).dtype == torch.int32
-    assert next(iter(mesh.current().neighbours.values())) is not None, "it went over sockets"
-    mesh.current().leave_neighbours()
+    assert replicas._neighbours is not None, "it went over sockets"
+    leave_neighbours()
 
 
 @pytest.mark.ranks(2)
 def test_large_tensors_go_by_torch_distributed() -> None:
     large = torch.ones(neighbours.MOST_BYTES // 4 + 1)
-    assert neighbours.here(None, large) is None
-    assert torch.equal(ProcessReplicas().sum(large), large * dist.get_world_size())
-    assert not mesh.current().neighbours
+    assert torch.equal(world_group().sum(large), large * dist.get_world_size())
+    assert world_group()._neighbours is None
 
 
 @pytest.mark.ranks(2, 3)
 def test_the_largest_of_them_do_not_wait_for_each_other() -> None:
     """Everybody writes before anybody reads."""
-    met = neighbours.meet(None)
+    met = neighbours.find_neighbours(world_group())
     assert met is not None
     for _ in range(20):
         met.rows(torch.ones(neighbours.MOST_BYTES // 4))
@@ -99,30 +99,30 @@ def test_processes_that_cannot_reach_each_others_sockets_go_by_torch_distributed
                 patch.setattr(tempfile, "tempdir", str(folder))
             else:
                 patch.setattr(neighbours, "_connect", lambda *_: False)
-        assert neighbours.meet(None) is None
-        assert ProcessReplicas().sum(torch.ones(2)).tolist() == [3.0, 3.0]
-        mesh.current().leave_neighbours()
+        assert neighbours.find_neighbours(world_group()) is None
+        assert world_group().sum(torch.ones(2)).tolist() == [3.0, 3.0]
+        leave_neighbours()
     assert sockets() == before
 
 
 @pytest.mark.ranks(2)
 def test_another_number_of_bytes_is_named() -> None:
-    met = neighbours.meet(None)
+    met = neighbours.find_neighbours(world_group())
     assert met is not None
     met.rows(torch.ones(1))
-    with pytest.raises(UsageError, match=r"exchanges (8|16) bytes as its sum number 1.*one path through it"):
+    with pytest.raises(UsageError, match=r"sends (8|16) bytes for its sum number 1.*Run the same layers"):
         met.rows(torch.ones(2 + 2 * dist.get_rank()))
     met.close()
 
 
 @pytest.mark.ranks(2)
 def test_a_neighbour_that_has_gone_is_named() -> None:
-    met = neighbours.meet(None)
+    met = neighbours.find_neighbours(world_group())
     assert met is not None
     if dist.get_rank() == 1:
         met.close()
         return
-    with pytest.raises(ConnectionError, match="closed by peer: rank 1 of the processes on this machine has gone"):
+    with pytest.raises(ConnectionError, match="closed by peer: rank 1 on this machine is lost"):
         met.rows(torch.ones(1))
     met.close()
 
@@ -130,7 +130,7 @@ def test_a_neighbour_that_has_gone_is_named() -> None:
 @pytest.mark.ranks(2)
 def test_a_forked_child_lets_go_of_the_connections() -> None:
     """Else the end of a killed process would not be noticed while a worker of its loader lives."""
-    met = neighbours.meet(None)
+    met = neighbours.find_neighbours(world_group())
     assert met is not None
     child = os.fork()
     if child == 0:
@@ -150,7 +150,7 @@ def test_batch_norm_leaves_no_socket_when_its_run_is_closed() -> None:
         run.backward(F.mse_loss(model(x), x.new_zeros(len(x), 3)))
         run.step()
     assert sockets() > before
-    collectives.gather_objects(None)
+    world_group().gather(None)
     run.close()
     assert sockets() == before
 
@@ -188,7 +188,7 @@ def test_of_a_rank_killed_beside_a_batch_norm_the_launcher_names_the_killed_one(
 
 @pytest.mark.ranks(2)
 def test_a_look_whether_the_others_live_waits_for_nothing() -> None:
-    met = neighbours.meet(None)
+    met = neighbours.find_neighbours(world_group())
     assert met is not None
     met.rows(torch.ones(1))
     met.check()
@@ -199,6 +199,6 @@ def test_a_look_whether_the_others_live_waits_for_nothing() -> None:
         dist.barrier()
     else:
         dist.barrier()
-        with pytest.raises(ConnectionError, match="rank 0 of the processes on this machine has gone"):
+        with pytest.raises(ConnectionError, match="rank 0 on this machine is lost"):
             met.check()
         met.close()

@@ -22,7 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ranks import run_ranks
 
-from paceline.comm import collectives, objects
+from paceline.comm import objects
+from paceline.comm.mesh import world_group
 from paceline.errors import UsageError, WorldError
 
 
@@ -112,7 +113,7 @@ def test_pickles_and_documents_that_name_code_run_nothing(tmp_path: pathlib.Path
         head = json.dumps({"document": document, "tensors": [["x", "uint8", [1]]]}).encode()
         messages.append(struct.pack("<Q", len(head)) + head + b"\0")
     for message in messages:
-        with pytest.raises(WorldError, match="from rank 1 is no message of Paceline"):
+        with pytest.raises(WorldError, match="data from rank 1 is not a Paceline message"):
             objects.from_bytes(memoryview(message), 1)
     assert not touched.exists()
 
@@ -126,20 +127,20 @@ def test_a_message_with_changed_bytes_is_a_value_or_an_error(draws: random.Rando
     try:
         objects.from_bytes(memoryview(bytes(message)), 0)
     except WorldError as error:
-        assert "no message of Paceline" in str(error)
+        assert "is not a Paceline message" in str(error)
 
 
 def on_ranks() -> int:
     """Every value from every rank, and from each one in turn."""
-    rank, size = collectives.rank_of(), collectives.size_of()
+    rank, size = world_group().rank, world_group().size
     for value in values():
-        for other, received in enumerate(collectives.gather_objects((rank, value))):
+        for other, received in enumerate(world_group().gather((rank, value))):
             assert same(received, (other, value))
         for source in range(size):
-            assert same(collectives.broadcast_object(value if rank == source else object(), source), value)
+            assert same(world_group().broadcast(value if rank == source else object(), source), value)
     lengths = [0, 400, 450, 504, 505, 100_000]  # around what goes in the first piece; another on each rank
     for length in lengths:
-        received = collectives.gather_objects("y" * (length * (rank + 1)))
+        received = world_group().gather("y" * (length * (rank + 1)))
         assert received == ["y" * (length * (other + 1)) for other in range(size)]
     return rank
 
@@ -166,8 +167,8 @@ def count_collectives() -> list[int]:
     found = []
     for value in ({"loss": 0.1}, "x" * 5000):
         calls[0] = 0
-        collectives.gather_objects(value)
-        collectives.broadcast_object(value)
+        world_group().gather(value)
+        world_group().broadcast(value)
         found.append(calls[0])
     return found
 
@@ -178,13 +179,13 @@ def test_a_small_object_costs_one_collective_and_a_large_one_two() -> None:
 
 def refused() -> list[str]:
     """What this rank is told of a value that rank 0 alone cannot send, by each way."""
-    bad, told = Point(1) if collectives.rank_of() == 0 else None, []
-    for send in (collectives.gather_objects, collectives.broadcast_object):
+    bad, told = Point(1) if world_group().rank == 0 else None, []
+    for send in (world_group().gather, world_group().broadcast):
         try:
             send(bad, what="run.broadcast(value)")
         except UsageError as error:
             told.append(str(error))
-    return [*told, *map(str, collectives.gather_objects(1))]
+    return [*told, *map(str, world_group().gather(1))]
 
 
 def test_all_ranks_are_told_which_value_of_one_cannot_be_sent() -> None:
@@ -193,7 +194,7 @@ def test_all_ranks_are_told_which_value_of_one_cannot_be_sent() -> None:
         for text in told:
             assert text.startswith("run.broadcast(value): a namedtuple"), text
             assert "Use tuple(value) or value._asdict()" in text
-    assert "rank 0's" in text
+    assert "from rank 0" in text
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_torch_takes_the_launchers_store_only_for_what_it_is(monkeypatch: pytest
         assert os.environ[name] == "True"
 
 
-def leave_after_training() -> tuple[list[str], list[str]]:
+def leave_after_training(by: str) -> tuple[list[str], list[str]]:
     run = paceline.start(device="cpu", progress="off")
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -73,13 +73,18 @@ def leave_after_training() -> tuple[list[str], list[str]]:
         run.step(optimizer)
     before = threads()
     run.close()
-    process_group.leave()
+    if by == "script":
+        torch.distributed.destroy_process_group()
+    else:
+        process_group.leave()
     return before, threads()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
-def test_no_thread_of_the_group_outlives_it() -> None:
-    for before, after in run_ranks(2, "tests.comm.test_process_group:leave_after_training", deadline=60):
+@pytest.mark.parametrize("by", ["script", "paceline"])
+def test_no_thread_of_the_group_outlives_it(by: str) -> None:
+    function = "tests.comm.test_process_group:leave_after_training"
+    for before, after in run_ranks(2, function, by, deadline=60):
         assert before
         assert not after
 

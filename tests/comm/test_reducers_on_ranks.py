@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from paceline.comm import codec_sums, collectives, shared_memory
+from paceline.comm import codec_sums, same_bits, shared_memory
 from paceline.comm.codec_sums import NativeSums, ReducerSums
 from paceline.comm.codecs import PowerSGD, Rounding, TopK, parse
 from paceline.comm.endpoints import ProcessEndpoint
+from paceline.comm.mesh import world_group
 from paceline.comm.reducers import REDUCERS, ring
 from paceline.comm.shared_memory import PART_BYTES
 
@@ -37,9 +38,9 @@ def test_every_reducer_sums_with_the_same_bits_on_all_ranks_on_one_machine_and_t
             for numel in (0, 1, 3, 4, 1001):
                 total = own(numel)
                 reducer(total, endpoint)
-                expected = sum(torch.stack(collectives.gather_objects(own(numel))))
+                expected = sum(torch.stack(world_group().gather(own(numel))))
                 torch.testing.assert_close(total, expected if numel else total, rtol=1e-12, atol=1e-12)
-                assert not collectives.digest_mismatch([("sum", total)])
+                assert not same_bits.digest_mismatch([("sum", total)], world_group())
 
 
 @pytest.mark.ranks(conformance=4)
@@ -56,7 +57,7 @@ def test_a_reducer_does_not_mix_with_collectives_in_another_thread() -> None:
     thread = threading.Thread(target=reduce)
     thread.start()
     for _ in range(50):
-        assert collectives.all_reduce(torch.ones(1000)).tolist() == [4.0] * 1000
+        assert world_group().all_reduce(torch.ones(1000)).tolist() == [4.0] * 1000
     thread.join()
     assert all(total.tolist() == [6.0] * 1000 for total in sums)
 
@@ -66,13 +67,13 @@ def must_send(work: Callable[[], object], formula: float, tolerance: float = 0.0
     since other programs may send too: of 3, and of up to 20 while it is too much."""
     counts: list[float] = []
     while len(counts) < 3 or (len(counts) < 20 and min(counts) > formula * (1 + tolerance)):
-        collectives.barrier()
+        world_group().barrier()
         before = psutil.net_io_counters(pernic=True)["lo"].bytes_sent
-        collectives.barrier()
+        world_group().barrier()
         work()
-        collectives.barrier()
+        world_group().barrier()
         sent = psutil.net_io_counters(pernic=True)["lo"].bytes_sent - before
-        counts.append(min(collectives.gather_objects(sent)) / (MEGABYTES * 2**20))
+        counts.append(min(world_group().gather(sent)) / (MEGABYTES * 2**20))
     assert formula * (1 - 1e-3) <= min(counts) <= formula * (1 + tolerance), (formula, counts)
 
 
@@ -118,11 +119,11 @@ def test_what_codecs_leave_out_is_in_the_residuals_and_all_ranks_decode_the_same
                 for part, state in zip(flat.split([600, 11, 1, 0]), states, strict=True):
                     part += state["residual"]
                 states = codec.total(flat, shapes, states, sums)
-                assert not collectives.digest_mismatch([("decoded", flat)])
+                assert not same_bits.digest_mismatch([("decoded", flat)], world_group())
                 decoded = decoded + flat
             left = torch.cat([state["residual"] for state in states])
-            collectives.all_reduce(given)
-            collectives.all_reduce(left)
+            world_group().all_reduce(given)
+            world_group().all_reduce(left)
             assert (given - decoded - left).norm() < 1e-13 * given.norm(), text
             assert left.norm() > 1e-6 * given.norm(), text
 
@@ -168,7 +169,7 @@ def test_power_sgd_sums_as_torchs_own_hook_does() -> None:
             part += state["residual"]
         states = codec.total(flat, shapes, states, sums)
         torch.testing.assert_close(flat, expected, rtol=1e-8, atol=1e-8)
-        assert not torch.allclose(flat, sum(torch.stack(collectives.gather_objects(gradient))), rtol=1e-3)
+        assert not torch.allclose(flat, sum(torch.stack(world_group().gather(gradient))), rtol=1e-3)
 
 
 @pytest.mark.ranks(2, full=(3, 4))
@@ -187,9 +188,9 @@ def test_the_hierarchical_sum_is_exact_with_shared_memory_within_each_machine() 
             for numel in (0, 1, 5, 1001, 2 * PART_BYTES // 8 + 3):
                 total = own(numel)
                 sums.add(total)
-                expected = sum(torch.stack(collectives.gather_objects(own(numel))))
+                expected = sum(torch.stack(world_group().gather(own(numel))))
                 torch.testing.assert_close(total, expected if numel else total, rtol=1e-12, atol=1e-12)
-                assert not collectives.digest_mismatch([("sum", total)])
+                assert not same_bits.digest_mismatch([("sum", total)], world_group())
             sums.close()  # type: ignore[attr-defined]
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.comm import mesh
-from paceline.comm.replicas import OneReplica, ProcessReplicas, differentiable_sum
-from paceline.comm.replicas import replicas_here as current
+from paceline.comm.group import ALONE, Group
+from paceline.comm.mesh import replicas_here as current
+from paceline.comm.replicas import differentiable_sum
 from paceline.comm.threads import ThreadTeam
 from paceline.errors import ModelError, SettingError, UsageError
 
@@ -38,7 +39,7 @@ def test_alone_and_the_default() -> None:
     total = current().sum(tensor)
     assert total.data_ptr() != tensor.data_ptr()
     assert not total.requires_grad
-    one, other = OneReplica(), ProcessReplicas()
+    one, other = ALONE, Group(None)
     assert (other.size, other.rank) == (1, 0)
     with mesh.current().computing(one):
         with mesh.current().computing(other):

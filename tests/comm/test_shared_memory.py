@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm import shared_memory
+from paceline.comm.mesh import world_group
 from paceline.comm.shared_memory import PART_BYTES, SharedMemory
 from paceline.errors import UsageError
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def met() -> SharedMemory:
-    memory = shared_memory.meet()
+    memory = shared_memory.open_memory(world_group())
     assert memory is not None
     return memory
 
@@ -66,7 +67,7 @@ def test_a_late_process_gets_what_the_others_have_long_had() -> None:
 @pytest.mark.ranks(2)
 def test_other_lengths_are_named() -> None:
     memory, rank = met(), dist.get_rank()
-    with pytest.raises(UsageError, match=rf"rank {1 - rank} sums {'4' if rank else '8'} bytes, and this process"):
+    with pytest.raises(UsageError, match=rf"rank {1 - rank} sums {'4' if rank else '8'} bytes, but this process sums"):
         memory.add(torch.ones(1 + rank))
     memory.close()
 
@@ -93,7 +94,7 @@ def test_processes_that_cannot_share_memory_are_told_so(why: str) -> None:
             patch.setattr(socket, "gethostname", lambda: f"machine-{rank}")
         elif rank == 1:
             patch.setattr(shared_memory, "supported", lambda: False)
-        assert shared_memory.meet() is None
+        assert shared_memory.open_memory(world_group()) is None
 
 
 SCRIPT = """

@@ -78,10 +78,10 @@ def test_the_table_and_the_sentence(compared: Result, document: Any) -> None:
     lines = compared.stdout.splitlines()
     assert [line.split()[0] for line in lines[4:6]] == ["single", DDP]
     assert "epoch" not in compared.output  # what the script prints
-    reason = "SettingError: strategy pipeline: cut='9': 2 stages need 1 places"
+    reason = "SettingError: strategy pipeline: cut='9': 2 stages need 1 split point"
     assert f"  pipeline:cut=9: {reason}" in compared.stdout
     assert rows(document)["pipeline:cut=9"]["failed"].startswith(reason)
-    assert "  deepspeed: strategy deepspeed needs the library DeepSpeed, which is not installed" in compared.stdout
+    assert "  deepspeed: strategy deepspeed needs DeepSpeed, which is not installed" in compared.stdout
     assert document["verdict"] is None  # from one round
     assert lines[-1] == document["no_verdict"]
     assert lines[-1].startswith("No recommendation: one round does not show")
@@ -161,7 +161,8 @@ def test_the_losses_of_a_model_with_dropout_differ_for_a_reason(
     result = compare(*options, "--json", "out.json", SCRIPT, "dropout")
     assert result.exit_code == 0, result.output
     found = rows(json.loads((tmp_path / "out.json").read_text()))
-    assert found["ddp"]["loss_difference_cause"].startswith("the model or the loss draws random numbers (dropout, say)")
+    cause = found["ddp"]["loss_difference_cause"]
+    assert cause.startswith("the model or the loss draws random numbers (such as dropout)")
     assert found["single"]["loss_difference_cause"] is None
     assert "Why losses differ:\n  ddp: the model or the loss draws" in result.stdout
 
@@ -175,7 +176,7 @@ def test_a_file_that_cannot_be_written_takes_nothing_with_it(tmp_path: Path, mon
         "--nproc", "1", "--strategies", "single", "--device", "cpu", "--json", "out.json", "--html", "out.html", SCRIPT
     )
     assert result.exit_code == 1, result.output
-    assert "out.json could not be written: OSError: [Errno 28] No space left on device" in result.stderr
+    assert "cannot write out.json: OSError: [Errno 28] No space left on device" in result.stderr
     assert "\nsingle  " in result.stdout
     assert (tmp_path / "out.html").exists()
 
@@ -228,7 +229,7 @@ def test_the_page_in_chromium(folder: Path, compared: Result, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     assert "Uncaught" not in done.stderr, done.stderr
     drawn = done.stdout if "main-svg" in done.stdout else _dom(common, page)
-    titles = ("Examples per second", "A mean step", "Peak memory", "Sent in a step", "Loss")
+    titles = ("Examples per second", "Mean step time", "Peak memory", "Bytes sent per step", "Loss")
     for title in titles:
         assert f">{title}" in drawn, title
     assert drawn.count('class="table"') == 3, "the sentence, the figures, and what did not run"
@@ -246,7 +247,7 @@ def test_a_script_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     result = compare("--nproc", "1", "--strategies", "single", "--deadline", "3", "--device", "cpu", SCRIPT, "hang")
     assert result.exit_code == 1
-    assert "single: not done after 3 s (rank 0 stands at small.py, line" in " ".join(result.stdout.split())
+    assert "single: not done after 3 s (rank 0 is at small.py, line" in " ".join(result.stdout.split())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -285,15 +286,15 @@ def _command(process: psutil.Process) -> list[str]:
     ("arguments", "message"),
     [
         (["--strategies", "ddpp", SCRIPT], "--strategies: 'ddpp' is not known. Did you mean 'ddp'?"),
-        (["--strategies", ",", SCRIPT], "names none"),
+        (["--strategies", ",", SCRIPT], "contains no name"),
         (["--precision", "bf61", SCRIPT], "--precision: 'bf61' is not known. Did you mean 'bf16'?"),
-        (["--global-batch", "64,x", SCRIPT], "'x' is no number of examples"),
-        (["--steps", "2", SCRIPT], "--steps 2: at least 3 are needed"),
-        (["--rounds", "0", SCRIPT], "--rounds 0: at least 1"),
-        (["--deadline", "0", SCRIPT], "--deadline 0: give seconds"),
+        (["--global-batch", "64,x", SCRIPT], "'x' is not a number of examples"),
+        (["--steps", "2", SCRIPT], "--steps 2: give at least 3"),
+        (["--rounds", "0", SCRIPT], "--rounds 0: give at least 1"),
+        (["--deadline", "0", SCRIPT], "--deadline 0: give a number of seconds"),
         (["--nproc", "none", SCRIPT], "--nproc none"),
         (["nowhere.py"], "There is no script 'nowhere.py'"),
-        (["--json", "/nowhere/out.json", SCRIPT], "'/nowhere/out.json' cannot be written"),
+        (["--json", "/nowhere/out.json", SCRIPT], "cannot write '/nowhere/out.json'"),
         (["--device", "tpu0", "--strategies", "ddp:no_such=1", "--seed", "-1", SCRIPT], "seed=-1"),
     ],
 )

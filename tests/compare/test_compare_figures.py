@@ -152,7 +152,7 @@ def test_the_loss_of_a_batch_that_was_dealt_out_is_that_of_all_its_parts() -> No
         step(1, [(1, 0, 3)], total=3, losses={"0": [3.0, 3]}),
     ]
     slow = [step(0, [(1, 0, 3)], total=3, losses={"0": [6.0, 3]})]
-    assert mean_losses([record(fast, dealt=2), record(slow, dealt=2), record([], dealt=2)]) == {(0, 0): 2.0}
+    assert mean_losses([record(fast, chunks=2), record(slow, chunks=2), record([], chunks=2)]) == {(0, 0): 2.0}
 
 
 # --- cases
@@ -201,13 +201,13 @@ def test_strategies_on_one_process_are_rows_that_say_what_they_are() -> None:
     assert as_single == ["data_parallel", "tensor", "pipeline", "shared"]
     rows = [replace(row(case.name, 100.0 + number, 0.0), case=case) for number, case in enumerate(cases)]
     table = printed(rows)
-    assert "\nStrategy tensor trains as 'single' does here, since this run has one process.\n" in table
+    assert "\nStrategy tensor trains like 'single', since this run has one process.\n" in table
     assert "\nStrategy fsdp shards nothing here, since this run has one process.\n" in table
     assert "Strategy parameter_server" not in table  # its server is a process beside the replica
     chosen = recommend([line for line in rows if line.case.name in ("single", *as_single)])
     assert chosen is not None
     assert chosen[0].case.name == "single"
-    assert "as fast within" not in chosen[1]
+    assert "equally fast within" not in chosen[1]
 
 
 def tried(trial: Any, patch: pytest.MonkeyPatch) -> list[Row]:
@@ -239,7 +239,7 @@ def test_what_was_measured_before_a_failure_is_kept(monkeypatch: pytest.MonkeyPa
     rows = tried(lambda name, number: "it broke" if (name, number) == ("b", 3) else measured(), monkeypatch)
     assert [row.figures is not None and len(row.figures.rounds) for row in rows] == [3, 1, 3]
     assert [row.failed for row in rows] == [None, "in round 2: it broke", None]
-    assert "Failed after the rounds that the figures are of:\n  b: in round 2: it broke\n" in printed(rows)
+    assert "Failed after the rounds shown in the table:\n  b: in round 2: it broke\n" in printed(rows)
     entry = make_document(CompareOptions(Script("x.py", (), False, {}), 1), 1, Length(3, 1, 9.0), rows)["rows"][1]
     assert entry["failed"] == "in round 2: it broke"
     assert entry["examples_per_second_by_round"] == [16.0]
@@ -275,14 +275,14 @@ def test_a_signal_ends_the_rounds_and_leaves_what_was_measured(monkeypatch: pyte
     assert [row.figures is not None and len(row.figures.rounds) for row in rows] == [1, 2, 1]
     assert [row.failed for row in rows] == [None, None, None]
     rows = tried(lambda name, number: trial(name, 4 if number else 0), monkeypatch)
-    assert [row.failed for row in rows] == [None, *["not tried: the command was stopped before"] * 2]
+    assert [row.failed for row in rows] == [None, *["not tried: the command was stopped first"] * 2]
 
 
 def refuse(spec: StrategySpec | None, size: int | None, reproducible: int | None = None) -> int:
     """A machine that has no DeepSpeed and no pyzmq, and where fsdp has one option."""
     assert spec is not None
     if spec.name == "deepspeed":
-        raise SettingError("strategy deepspeed needs the library DeepSpeed, which is not installed")
+        raise SettingError("strategy deepspeed needs DeepSpeed, which is not installed")
     if spec.name == "parameter_server":
         raise ModuleNotFoundError("No module named 'zmq'", name="zmq")
     if spec.name == "fsdp" and spec.options:
@@ -324,10 +324,10 @@ def test_what_cannot_run_here_is_a_row(asked: str | None, message: str | None, m
         ("rank 1 failed: ValueError: no data\nTraceback ...\n", "ValueError: no data"),
         ("rank 0 failed: paceline.errors.UsageError: Not so. Do this:\n  code\n", "UsageError: Not so."),
         ("rank 3 was killed by SIGKILL (perhaps out of memory)\n", "was killed by SIGKILL (perhaps out of memory)"),
-        ("rank 0 ended with exit code 2\nThe last it printed:\n  usage\n  error: --x\n",
-         "ended with exit code 2; the last it printed: error: --x"),
-        ("not done after 5 s\nrank 0 stands at a.py, line 3\nrank 1 runs\n",
-         "not done after 5 s (rank 0 stands at a.py, line 3; rank 1 runs)"),
+        ("rank 0 ended with exit code 2\nIts last output:\n  usage\n  error: --x\n",
+         "ended with exit code 2; last line printed: error: --x"),
+        ("not done after 5 s\nrank 0 is at a.py, line 3\nrank 1 runs\n",
+         "not done after 5 s (rank 0 is at a.py, line 3; rank 1 runs)"),
     ],
 )  # fmt: skip
 def test_a_failure_in_one_line(story: str, line: str) -> None:
@@ -355,20 +355,20 @@ def row(
 @pytest.mark.parametrize(
     ("rows", "chosen", "words"),
     [
-        ([row("single", 100, 0.0), row("ddp", 190)], "ddp", "1.90 times as many as single with 100; its losses are"),
-        ([row("single", 100, 0.0), row("ddp", 60)], "single", "none that trains the same model is faster"),
-        ([row("single", 100, 0.0), row("ddp", 190), row("mirrored", 192)], "ddp", "(mirrored is as fast within"),
+        ([row("single", 100, 0.0), row("ddp", 190)], "ddp", "1.90 times the 100 of single; its losses match"),
+        ([row("single", 100, 0.0), row("ddp", 60)], "single", "no strategy that trains the same model is faster"),
+        ([row("single", 100, 0.0), row("ddp", 190), row("mirrored", 192)], "ddp", "(mirrored is equally fast within"),
         ([row("single", 100, 0.0), row("ddp", 150), row("mirrored", 192)], "mirrored", "192 examples/s"),
         ([row("single", 100, 0.0), row("ddp", 190), row("local_sgd", 300, 0.5, traits=["not-in-step"])], "ddp",
          "local_sgd is 1.58 times as fast, but its losses differ by 5.0e-01 (it changes the training by design"),
         ([row("single", 100, 0.0), row("ddp", 190, memory=100), row("fsdp", 120, memory=40)], "ddp",
-         "fsdp needs 0.40 of it at 0.63 of the speed"),
+         "fsdp needs 40% of the memory, at 63% of the speed"),
         ([row("single", 100, 0.0, traits=["draws"]), row("ddp", 190, 0.3), row("fsdp", 210, 0.4, base=["draws"])],
-         "fsdp", "differ from those of single by 4.0e-01 (the model or the loss draws random numbers (dropout"),
+         "fsdp", "differ from those of single by 4.0e-01 (the model or the loss draws random numbers (such as dropout"),
         ([row("single", 100, 0.0), row("ddp", 190, 0.3), row("fsdp", 210, 0.4)], "single",
          "fsdp is 2.10 times as fast, but its losses differ by 4.0e-01 (unknown; paceline verify --strategy fsdp"),
         ([row("single", 100, 0.0), row("ddp", 190, failed="in round 2: no"), row("fsdp", 150)], "fsdp", "1.50 times"),
-        ([row("single", 100, 0.0, failed="in round 3: no"), row("ddp", 190)], "ddp", "1.90 times as many as single"),
+        ([row("single", 100, 0.0, failed="in round 3: no"), row("ddp", 190)], "ddp", "1.90 times the 100 of single"),
         ([row("single", 100, 0.0), row("ddp", 190, math.nan)], "single", "could not be compared"),
         ([row("single", 100, 0.0), row("ddp", 150, rounds=0.3), row("mirrored", 170)], "ddp", "within the noise"),
         ([row("single", 100, 0.0, rounds=0.6), row("ddp", 190, rounds=0.6)], "ddp", "1.90 times"),  # a noisy machine
@@ -397,7 +397,7 @@ def test_one_round_is_no_recommendation(rows: list[Row]) -> None:
     document = make_document(options, 1, Length(30, 5, 9.0), rows)
     assert document["verdict"] is None
     page = render_page(document)
-    assert "times as many" not in page
+    assert "times the " not in page
     assert why_none(rows) in page
 
 
@@ -425,8 +425,8 @@ def test_the_page_counts_rounds_in_words(rounds: int, shown: str) -> None:
         ({"base": ["draws"]}, "the model or the loss draws random numbers"),
         ({"base": ["draws"], "traits": ["not-in-step"]}, "it changes the training by design"),
         ({"precision": "bf16"}, "it computes in bf16, and single in fp32"),
-        ({"traits": ["batch-norm-per-shard"]}, "batch_norm=shard: each shard is normalised by its own statistics"),
-        ({}, "unknown; paceline verify --strategy ddp names the cause"),
+        ({"traits": ["batch-norm-per-shard"]}, "batch_norm=shard: each shard is normalised by its local statistics"),
+        ({}, "unknown; paceline verify --strategy ddp finds the cause"),
     ],
 )
 def test_why_losses_differ(known: dict[str, Any], cause: str) -> None:
@@ -470,4 +470,4 @@ def test_a_script_that_starts_no_run_is_told_what_compare_takes(tmp_path: Path) 
     told = rounds._read_records(str(tmp_path), 1, Length(3, 1, 60.0))
     assert isinstance(told, str)
     assert told.startswith("rank 0 never called paceline.start")
-    assert "`paceline doctor` watches others" in told
+    assert "`paceline doctor` watches other scripts" in told

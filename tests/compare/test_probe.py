@@ -179,7 +179,7 @@ def test_another_global_batch(spec: dict[str, Any], monkeypatch: pytest.MonkeyPa
     with pytest.raises(TrialEnded):
         script(micro_batch=None)
     assert {step["total"] for step in written(spec)["steps"]} == {12}
-    with pytest.raises(SettingError, match="batch_sampler of its own"):
+    with pytest.raises(SettingError, match="has a batch_sampler"):
         script(global_batch=None, micro_batch=None, batch_sampler=[[0, 1], [2, 3]])
 
 

@@ -18,7 +18,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -269,30 +268,18 @@ def parts(document: Result) -> dict[str, Result]:
 
 
 def table(document: Result) -> str:
-    """Markdown: the rates, then the misses by name."""
-    columns = parts(document)
-    rows = ["| | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for words, key, total in (
+    """Markdown: the rates, a row for each set. The document lists the misses by name."""
+    columns = (
         ("faults found", "found", "faulty"),
-        ("with the right cause", "cause", "faulty"),
-        ("with the right line", "line", "faulty"),
-        ("healthy scripts accused", "accused", "healthy"),
+        ("right cause", "cause", "faulty"),
+        ("right line", "line", "faulty"),
+        ("healthy accused", "accused", "healthy"),
         ("healthy, could not tell", "unclear", "healthy"),
-    ):
-        cells = (f"{found[key]} of {found[total]}" for found in columns.values())
-        rows.append(f"| {words} | " + " | ".join(cells) + " |")
-    whole = rates(document)
-    for words, key in (
-        ("Not found", "not found"),
-        ("Found, with another cause", "other cause"),
-        ("Right cause, another line or none", "other line"),
-        ("Healthy and accused", "who is accused"),
-        ("Healthy, could not tell", "who is unclear"),
-    ):
-        if key == "other line" and whole["line"] == 0:
-            rows += ["", "No answer named a line."]
-        elif whole[key]:
-            rows += ["", *textwrap.wrap(f"{words}: " + ", ".join(f"`{name}`" for name in whole[key]) + ".", 118)]
+    )
+    rows = ["| | " + " | ".join(words for words, _, _ in columns) + " |", "|---|" + "---|" * len(columns)]
+    for title, found in parts(document).items():
+        cells = (f"{found[key]} of {found[total]}" for _, key, total in columns)
+        rows.append(f"| {title} | " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"
 
 

@@ -209,12 +209,12 @@ class OwnNumpy:
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
-    "numpy": (by_example_with_numpy, "by_example_with_numpy draws from NumPy's or Python's generators as often"),
-    "python": (by_example_with_python, "draws from NumPy's or Python's generators as often"),
-    "torch": (by_example_with_torch, "draws from torch's generators as often"),
-    "one row": (in_one_row, "draws from torch's generators as often"),
-    "mixup": (mixup, "draws an order of the examples, as mixup does"),
-    "a generator of its own": (OwnNumpy(), "OwnNumpy draws from NumPy's or Python's generators as often"),
+    "numpy": (by_example_with_numpy, "numpy draws from NumPy's or Python's generators once per example"),
+    "python": (by_example_with_python, "draws from NumPy's or Python's generators once per example"),
+    "torch": (by_example_with_torch, "draws from torch's generators once per example"),
+    "one row": (in_one_row, "draws from torch's generators once per example"),
+    "mixup": (mixup, "draws a permutation of the examples, as mixup does"),
+    "a generator of its own": (OwnNumpy(), "OwnNumpy draws from NumPy's or Python's generators once per example"),
 }
 
 
@@ -330,7 +330,7 @@ def nested(examples: list[dict[str, Any]]) -> dict[str, Any]:
     [
         (lambda rows: {"x": torch.cat([torch.zeros(3) for _ in rows])}, r"batch\['x'\] has 3 rows for one example"),
         (lambda rows: torch.zeros(max(1, len(rows) // 2 * 2)), r"batch has 6 rows|batch has"),
-        (lambda rows: {"pairs": torch.zeros(len(rows), len(rows))}, "one dimension should be the examples"),
+        (lambda rows: {"pairs": torch.zeros(len(rows), len(rows))}, "only the dimension of the examples may differ"),
         (lambda rows: {"tokens": 7 * len(rows), "x": torch.zeros(len(rows))}, "a number that grows with the examples"),
         (lambda rows: [torch.zeros(2)] * (len(rows) + 1), "batch has 2 rows for one example"),
     ],

@@ -224,7 +224,7 @@ def test_a_batch_that_cannot_be_emptied_is_named() -> None:
         def __init__(self, examples: list[Any]) -> None:
             self.examples = examples
 
-    with pytest.raises(EmptyShardError, match="a zero-length Odd, which collate_fn gives, cannot be made"):
+    with pytest.raises(EmptyShardError, match="a zero-length Odd, the type that collate_fn returns, cannot be made"):
         empty_of(Odd)
 
 
@@ -409,11 +409,11 @@ BAD = [
     ({"global_batch": 0}, r"global_batch=0.*at least 1"),
     ({"global_batch": 2.5}, r"global_batch=2\.5"),
     ({"global_batch": 4, "micro_batch": -1}, "micro_batch=-1"),
-    ({}, "say global_batch"),
-    ({"batch_size": 4}, r"batch_size=4.*say global_batch"),
+    ({}, "pass global_batch"),
+    ({"batch_size": 4}, r"batch_size=4.*use global_batch"),
     ({"global_batch": 4, "num_worker": 2}, "'num_worker'. Did you mean 'num_workers'"),
-    ({"global_batch": 4, "batch_sampler": [[0]]}, "leave out global_batch"),
-    ({"global_batch": 4, "sampler": [0], "shuffle": True}, "leave out shuffle"),
+    ({"global_batch": 4, "batch_sampler": [[0]]}, "remove global_batch"),
+    ({"global_batch": 4, "sampler": [0], "shuffle": True}, "remove shuffle"),
     ({"global_batch": 4, "shuffle_buffer": 4}, "for iterable data sets"),
     (
         {"global_batch": 4, "sampler": DistributedSampler(Noisy(), 2, 0)},
@@ -442,7 +442,7 @@ def test_what_is_no_data_set_is_named() -> None:
 def test_a_loader_without_a_batch_says_so() -> None:
     run = paceline.start(progress="off", device="cpu")
     short = run.loader(TensorDataset(torch.ones(3, 1)), global_batch=4, drop_last=True)
-    with pytest.raises(SettingError, match=r"'train' has no batch.*has 3 examples, its global batch 4, and drop_last"):
+    with pytest.raises(SettingError, match=r"'train' has no batch.*has 3 examples, but its global batch needs 4"):
         next(iter(short))
     empty = run.loader(TensorDataset(torch.ones(0, 1)), global_batch=4, name="empty")
     with pytest.raises(SettingError, match=r"'empty' has no batch: its data set is empty"):

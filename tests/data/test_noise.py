@@ -171,7 +171,7 @@ def test_noise_that_has_no_row_for_each_example_is_named_once() -> None:
             torch.randn(5, 22, 3)
     (one,) = told
     assert "of the shape (5, 22, 3)" in str(one.message)
-    assert "Its first dimension is not the examples" in str(one.message)
+    assert "The first dimension is not the examples" in str(one.message)
 
 
 def test_noise_of_weights_is_alike_on_all_shards() -> None:

@@ -180,7 +180,7 @@ def test_a_backward_whose_batch_cannot_be_known_is_refused() -> None:
         x, tokens, y = next(batches)
         out = model(x, tokens)
         next(batches)
-        with pytest.raises(UsageError, match="before the loader's latest yield, and a part after it"):
+        with pytest.raises(UsageError, match="before the loader's latest yield and part after it"):
             run.backward(torch.nn.functional.cross_entropy(out, y))
         del x, tokens, y, out
         batch = next(batches)
@@ -189,13 +189,13 @@ def test_a_backward_whose_batch_cannot_be_known_is_refused() -> None:
         run.backward(early)
         optimizer.zero_grad()  # its global batch is left out
         run.backward(late)
-        with pytest.raises(UsageError, match="whose turn is over"):
+        with pytest.raises(UsageError, match="an earlier batch that is already finished"):
             run.backward(other)
         run.step(optimizer)
         held = next(batches), next(batches)
-        with pytest.raises(UsageError, match="the script still has that one"):
+        with pytest.raises(UsageError, match="an earlier batch that it still holds"):
             run.backward(one_head(model, held[0]))
-        with pytest.raises(UsageError, match="the script still has that one"):
+        with pytest.raises(UsageError, match="an earlier batch that it still holds"):
             run.forward_backward(one_head, model, [t.clone() for t in held[0]])
         run.forward_backward(one_head, model, list(held[0]))  # its own tensors
         run.step(optimizer)

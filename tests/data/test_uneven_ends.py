@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 
 
 def data(count: int) -> TensorDataset:
@@ -47,7 +47,7 @@ def test_rank_0_has_a_loss_in_every_global_batch() -> None:
     mine = losses(17, 4)
     assert len(mine) == 5
     assert not any(map(math.isnan, mine[:4]))
-    assert math.isnan(mine[4]) == (collectives.rank_of() > 0)
+    assert math.isnan(mine[4]) == (world_group().rank > 0)
 
 
 def explained(job: Any) -> str:
@@ -86,7 +86,7 @@ def mse(model: Any, batch: list[Tensor]) -> Tensor:
 def test_a_global_batch_of_one_example_is_named_where_batch_norm_fails_over_it() -> None:
     said = explained(looped(normed(), mse, 5))
     assert "Expected more than 1 value per channel" in said
-    assert "this global batch has one" in said, said
+    assert "this global batch has only one" in said, said
     assert "drop_last=True" in said
 
 
@@ -100,7 +100,7 @@ def test_in_a_closure_an_empty_shard_is_not_blamed_for_a_global_batch_of_one() -
         for batch in run.loader(data(1), global_batch=4):
             run.forward_backward(mse, model, batch)
 
-    named(job, ValueError, "this global batch has one", "drop_last=True")
+    named(job, ValueError, "this global batch has only one", "drop_last=True")
     run.close()
 
 
@@ -115,9 +115,9 @@ def test_batch_norm_by_shard_says_how_many_examples_this_process_computes() -> N
         for batch in run.loader(data(3), global_batch=4):
             mse(model, batch)
 
-    if collectives.rank_of():
+    if world_group().rank:
         said = explained(job)
-        assert "of this global batch of 3 examples this process computes 1" in said, said
+        assert "this process computes 1 of the 3 examples of this global batch" in said, said
         assert "batch_norm='global'" in said
     else:
         job()
@@ -137,7 +137,7 @@ def test_what_fails_over_an_empty_shard_in_the_loop_says_that_it_is_empty() -> N
         for batch in run.loader(data(1), global_batch=4):
             mean(model, batch)
 
-    if collectives.rank_of():
+    if world_group().rank:
         said = explained(job)
         assert "this rank's shard of the global batch is empty" in said, said
         assert "ZeroDivisionError" in said

@@ -143,6 +143,15 @@ def test_the_readme_in_chinese_has_what_the_english_one_has() -> None:
         assert chinese[part] == there, part
 
 
+def test_the_first_screen_of_the_readme_has_the_difference_and_the_commands() -> None:
+    """80 columns, 40 lines; a longer line of prose takes several."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    screen = "\n".join([row for line in lines for row in (textwrap.wrap(line, 80) or [""])][:40])
+    assert "+import paceline" in screen
+    assert "+            run.step(optimizer)" in "\n".join(lines[:40])
+    assert all(command in screen for command in ("make demo", "make test", "paceline run --nproc 2 train.py"))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_code_is_not_wider_than_its_column_on_a_laptop(page: Path) -> None:
     """At 1366 x 768 a line has room for WIDEST characters; docs/widths.py sees what else is wide, in Chromium.

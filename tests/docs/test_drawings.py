@@ -46,7 +46,7 @@ def test_every_committed_drawing_is_one_of_the_scripts() -> None:
 
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Whose modules import each other by their own names."""
+    """HyperparameterSource modules import each other by their own names."""
     folder = DOCS.parent / "benchmarks"
     monkeypatch.syspath_prepend(folder)
     return folder
@@ -56,6 +56,11 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_curve_is_that_of_its_file(name: str, benchmarks: Path) -> None:
     made = runpy.run_path(str(benchmarks / "charts.py"))[name]()
     assert (DOCS / "img" / f"{name}.svg").read_text(encoding="utf-8") == made, "run python benchmarks/charts.py"
+
+
+def test_the_picture_of_the_first_page_is_that_of_its_file(benchmarks: Path) -> None:
+    made = runpy.run_path(str(benchmarks / "drift.py"))["drift"]()
+    assert (DOCS / "img" / "drift.svg").read_text(encoding="utf-8") == made, "run python benchmarks/drift.py --draw"
 
 
 @pytest.mark.parametrize("name", ["digits", "gan", "nanogpt"])

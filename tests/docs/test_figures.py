@@ -14,7 +14,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,6 @@ BEFORE_RESULTS_WERE_KEPT = {
     ("benchmarks/README.md", "| model | A, A' | P, P' |"),
     ("benchmarks/README.md", "| model | D, D' | R, R' |"),
     ("docs/learning_rate.md", "| batch | fixed | sqrt |"),
-    ("docs/learning_rate.md", "| batch | fixed | linear, warm-up |"),
-    ("docs/strategies/ddp.md", "| sent by each process in a step |"),
     ("docs/strategies/diloco.md", "| sent by each process |"),
     ("docs/strategies/fsdp.md", "| | n = 2: kept |"),
     ("docs/strategies/local_sgd.md", "| sent by each process, a step on average |"),
@@ -145,6 +143,51 @@ def test_a_number_is_looked_up_to_the_digits_that_are_shown() -> None:
     held = [0.0397, 2677.8, 0.899]
     assert all(shown(text, held) for text in ("39.7", "40", "2,678", "89.9", "0.90"))
     assert not any(shown(text, held) for text in ("39.8", "2,679", "89.8", "0.91", "7"))
+
+
+# What the READMEs quote, by file: how each figure of the cell "result" comes from the run's JSON.
+QUOTED: dict[str, Callable[[Any], list[str]]] = {
+    "drift": lambda run: [
+        f"{run['difference_from_1_process'][side]['4']['weights']:.2g}".replace("e-0", "e-")
+        for side in ("Paceline", "Hand-written DDP")
+    ],
+    "overhead": lambda run: [
+        f"{end([model['ours/by hand'][0] for model in run['results'].values()]):.3f}" for end in (min, max)
+    ],
+    "gpu": lambda run: (
+        [
+            f"{run['checks'][f'a_step_of_{step}']['figures']['ours/by hand'][0]:.3f}"
+            for step in ("resnet50", "gpt2", "one_millisecond")
+        ]
+        + [f"{1e3 * run['checks']['a_step_of_one_millisecond']['figures']['by hand']['median, s']:.1f}"]
+    ),
+    "batch_norm": lambda run: [f"{model['P/A'][0]:.2f}" for model in run["results"].values()],
+    "chaos": lambda run: [
+        str(sum(ways[key] for name, ways in run["counts"].items() if not name.startswith("torch")))
+        for key in ("good", "trainings", "kills")
+    ],
+}
+
+
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_a_readme_quotes_what_the_files_hold(readme: str) -> None:
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    rows = re.findall(r"^\|[^|]*\|([^|]*)\| \[(\w+)\.json\]\(benchmarks/results/\2\.json\) \|$", text, re.M)
+    assert [name for _, name in rows] == list(QUOTED)
+    for cell, name in rows:
+        document = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+        assert NUMBER.findall(cell) == QUOTED[name](document), f"{readme} quotes {name}.json: {cell}"
+    drift = json.loads((ROOT / "benchmarks" / "results" / "drift.json").read_text(encoding="utf-8"))
+    assert drift["time"][:10] in text, "the date below the picture"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_prose_of_a_first_page_quotes_no_figure(page: str) -> None:
+    """Ratios and distances belong into its tables, which are compared with the files; prose is not."""
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.S)
+    prose = " ".join(line for line in text.splitlines() if not line.startswith("|"))
+    without_versions = re.sub(r"(?:torch|CUDA|Python|from) \d+(?:\.\d+)+", "", prose)
+    assert re.findall(r"(?<![\w.-])\d+\.\d+|\de-\d", without_versions) == []
 
 
 def compared(document: dict[str, Any]) -> str:

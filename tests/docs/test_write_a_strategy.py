@@ -143,7 +143,7 @@ def test_a_name_with_its_options(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert vars(made)["verbose"] is True
     for wrong, words in [
         ("my_package.plain_ddp:Loud:verbos=true", "has no option 'verbos'. Did you mean 'verbose'"),
-        ("my_package.plain_ddp:Plan", "has no attribute 'Plan'. MODULE:CLASS is needed"),
+        ("my_package.plain_ddp:Plan", "has no attribute 'Plan'. Use MODULE:CLASS"),
         ("my_package.nowhere:Plan", "No module named 'my_package.nowhere'"),
     ]:
         with pytest.raises(SettingError, match=words):

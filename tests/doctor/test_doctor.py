@@ -209,9 +209,9 @@ def test_a_script_that_fails_shows_its_own_error(tmp_path: Path) -> None:
     [
         (["nowhere.py"], "There is no script 'nowhere.py'"),
         (["--steps", "0", __file__], "--steps 0: give the number of optimizer steps"),
-        (["--deadline", "0", __file__], "--deadline 0: give seconds"),
+        (["--deadline", "0", __file__], "--deadline 0: give a number of seconds"),
         (["--nproc", "two", __file__], "--nproc two"),
-        (["--json", "nowhere/found.json", __file__], "--json nowhere/found.json: there is no folder"),
+        (["--json", "nowhere/found.json", __file__], "--json nowhere/found.json: the folder"),
     ],
     ids=["script", "steps", "deadline", "nproc", "json"],
 )
@@ -276,7 +276,7 @@ importlib.import_module("torch")
 """
     done, document = doctor(tmp_path, text)
     assert done.returncode == 2
-    assert "loaded torch in a way that doctor does not see" in document["not_watched"]
+    assert "imported torch in a way that doctor cannot see" in document["not_watched"]
     assert document["not_watched"] in done.stdout
 
 

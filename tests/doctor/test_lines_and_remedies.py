@@ -143,7 +143,7 @@ CASES = {
     "a split that the rank seeds": (
         MODEL.replace("manual_seed(0)", "manual_seed(rank)")
         + "data, rest = torch.utils.data.random_split(data, [72, 24])\n" + SAMPLER + TRAIN,
-        "same_examples", "manual_seed(rank)", "random_split", "alike on all ranks"),
+        "same_examples", "manual_seed(rank)", "random_split", "same split on all ranks"),
     "parts that overlap": (
         MODEL + "loader = DataLoader(Subset(data, range(rank * 24, rank * 24 + 60)), 8, shuffle=True)" + TRAIN,
         "same_examples", "loader =", "Subset", "indices[rank::world_size]"),

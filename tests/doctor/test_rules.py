@@ -169,7 +169,7 @@ def test_a_rank_that_does_not_step() -> None:
     idle = [e for e in replica() if e["k"] not in ("before", "step")]
     found = replica_rules.findings(RecordedRun([replica(), idle]))
     assert [f.cause for f in found] == ["steps_differ"]
-    assert "rank 0 made 2 steps of the optimizer and rank 1 0" in found[0].evidence
+    assert "rank 0 made 2 optimizer steps and rank 1 made 0" in found[0].evidence
 
 
 def write(folder: Path, *ranks: list[dict[str, Any]], ended: bool = True) -> CollectiveChecker:
@@ -487,5 +487,5 @@ def test_reductions_that_nobody_waits_for() -> None:
 
 
 def test_a_script_without_torch_is_told_what_doctor_takes() -> None:
-    told = doctor_command._unwatched(RecordedRun([[], []]), failed=False)
-    assert told == "the script never imported torch. Name one that trains with PyTorch, as for torchrun."
+    why = doctor_command._unwatched(RecordedRun([[], []]), failed=False)
+    assert why == "the script never imported torch. Give doctor the training script that you would start with torchrun."

@@ -37,7 +37,7 @@ def train(name: str, *more: str) -> str:
         shutil.rmtree(max(checkpoints.glob("*/"), key=lambda path: path.stat().st_mtime))
     if "--checkpoints" in more:
         printed = start(EXAMPLES / "detect.py", given)[1]
-        assert "goes on after step 2" in printed or os.environ["RANK"] != "0", printed
+        assert "resumed after step 2" in printed or os.environ["RANK"] != "0", printed
     return printed
 
 

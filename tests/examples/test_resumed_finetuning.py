@@ -67,7 +67,7 @@ class Runs:
         saved = self.folder / f"{self.job} {before} then {after}"
         shutil.copytree(left, f"{saved} checkpoints")
         told = self._start(*after, Path(f"{saved} checkpoints"), saved)
-        assert f"goes on after step {4 if self.job == 'example' else 6}" in told
+        assert f" after step {4 if self.job == 'example' else 6}" in told
         return saved
 
     def losses(self, saved: Path) -> list[float]:

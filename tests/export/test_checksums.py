@@ -35,7 +35,7 @@ def test_every_flipped_bit_of_an_export_and_of_its_checksum_is_found(kind: str, 
     file, draw = tmp_path / "model", random.Random(0)
     done = CliRunner().invoke(main, ["export", str(saved), "--to", kind, "-o", str(file)])
     assert done.exit_code == 0, done.output
-    assert check(file) == (0, f"{file}: whole\n")
+    assert check(file) == (0, f"{file}: intact\n")
     for one, count in ((file, 200), (Path(f"{file}.sha256"), 100)):
         whole = one.read_bytes()
         for _ in range(count):
@@ -43,7 +43,7 @@ def test_every_flipped_bit_of_an_export_and_of_its_checksum_is_found(kind: str, 
             data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
             one.write_bytes(data)
             code, said = check(file)
-            assert (code, said.startswith(f"{file}: not whole\n  {file}")) == (1, True), said
+            assert (code, said.startswith(f"{file}: damaged\n  {file}")) == (1, True), said
         one.write_bytes(whole)
     assert check(file)[0] == 0
 
@@ -86,17 +86,17 @@ def test_an_export_that_ends_between_its_file_and_its_checksum_leaves_none(
     with pytest.raises(KeyboardInterrupt):
         checkpoint.export(file, {"weight": torch.zeros(3)})
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-    assert check(file) == (1, f"{file}: not whole\n  {file}.sha256: missing\n")
+    assert check(file) == (1, f"{file}: damaged\n  {file}.sha256: missing\n")
 
 
 def test_every_checkpoint_of_a_directory_is_read(saved: Path) -> None:
     newest, oldest = saved / "step-00000002", saved / "step-00000001"
-    assert check(saved) == (0, f"{newest}: whole\n{oldest}: whole\n")
+    assert check(saved) == (0, f"{newest}: intact\n{oldest}: intact\n")
     (oldest / "model_0.safetensors").unlink()
     code, said = check(saved)
     assert code == 1
-    assert said.startswith(f"{newest}: whole\n{oldest}: not whole\n  {oldest / 'model_0.safetensors'}: missing")
-    assert check(newest) == (0, f"{newest}: whole\n")
+    assert said.startswith(f"{newest}: intact\n{oldest}: damaged\n  {oldest / 'model_0.safetensors'}: missing")
+    assert check(newest) == (0, f"{newest}: intact\n")
 
 
 @pytest.mark.parametrize("text", ["", "no checksums\n", f"{'0' * 64}  ../model\n", f"{'0' * 64}  model", "\0\xff\n"])
@@ -112,10 +112,10 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     code, said = check(tmp_path / "empty")
     assert (code, "holds no checkpoint" in said) == (1, True), said
-    assert check(tmp_path / "none") == (1, f"{tmp_path}/none: not whole\n  {tmp_path}/none.sha256: missing\n")
+    assert check(tmp_path / "none") == (1, f"{tmp_path}/none: damaged\n  {tmp_path}/none.sha256: missing\n")
     os.mkfifo(tmp_path / "pipe.sha256")
     assert (
         check(tmp_path / "pipe")[1]
-        == f"{tmp_path}/pipe: not whole\n  {tmp_path}/pipe.sha256: unreadable (it is a pipe)\n"
+        == f"{tmp_path}/pipe: damaged\n  {tmp_path}/pipe.sha256: unreadable (it is a pipe)\n"
     )
     assert check() == (2, check()[1])

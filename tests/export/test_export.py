@@ -116,10 +116,10 @@ def test_an_average_that_was_tracked(checkpoints: Path, tmp_path: Path) -> None:
 
 def test_several_models_are_told_apart(checkpoints: Path, tmp_path: Path) -> None:
     said = refused(checkpoints, "-o", tmp_path / "a.pt")
-    assert "holds 2 models, in the order of run.prepare: model_0 (12 tensors, 666 numbers" in said
-    assert "model_1 (2 tensors, 8 numbers, from 'weight' on). Say which: --name model_1." in said
+    assert "contains 2 models, in the order of run.prepare: model_0 (12 tensors, 666 numbers" in said
+    assert "model_1 (2 tensors, 8 numbers, first 'weight'). Choose one: --name model_1." in said
     assert "no such model. Known: best, ema, model_0, model_1." in refused(checkpoints, "--name", "model_7")
-    assert "is no model's state_dict" in refused(checkpoints, "--name", "best")
+    assert "is not a model's state_dict" in refused(checkpoints, "--name", "best")
     assert "no tensor of model_1 in" in refused(checkpoints, "--name", "1", "--prefix", "net.")
 
 
@@ -127,7 +127,7 @@ def test_state_that_is_no_tensor_is_told(tmp_path: Path) -> None:
     state = OrderedDict([("weight", torch.ones(2)), ("layer._extra_state", {"count": 3})])
     checkpoint.write(tmp_path, step=1, parts={"model_0": state})
     said = written(tmp_path, "-o", tmp_path / "a.safetensors")
-    assert "left out, since safetensors holds tensors only: layer._extra_state (--to torch keeps it)" in said
+    assert "left out, because safetensors stores only tensors: layer._extra_state (--to torch keeps it)" in said
     written(tmp_path, "-o", tmp_path / "a.pt")
     assert torch.load(tmp_path / "a.pt", weights_only=True)["layer._extra_state"] == {"count": 3}
 
@@ -137,7 +137,7 @@ def test_numbers_that_fp16_cannot_hold_are_told(tmp_path: Path) -> None:
         tmp_path, step=1, parts={"model_0": {"scale": torch.tensor([1e6]), "no": torch.tensor([torch.inf])}}
     )
     said = refused(tmp_path, "--dtype", "fp16", "-o", tmp_path / "a.pt")
-    assert "--dtype fp16: scale holds 1e+06, and the largest number of fp16 is 6.55e+04. Export it as bf16" in said
+    assert "--dtype fp16: scale contains 1e+06, and the largest number of fp16 is 6.55e+04. Export as bf16" in said
     written(tmp_path, "--dtype", "bf16", "-o", tmp_path / "a.pt")
 
 
@@ -148,8 +148,8 @@ def test_paths_that_are_no_checkpoint(checkpoints: Path, tmp_path: Path) -> None
     (tmp_path / "hf").mkdir()
     written(checkpoints, "--name", 0, "-o", tmp_path / "hf" / "model.safetensors")
     said = refused(tmp_path / "hf" / "model.safetensors", "-o", tmp_path / "a.pt")
-    assert "is a file, and a checkpoint is a directory. It looks like weights that were exported already." in said
-    assert "holds no checkpoint (a directory named like step-00000042). Found there: model.safetensors" in refused(
+    assert "is a file, and a checkpoint is a directory. It looks like weights that were already exported." in said
+    assert "holds no checkpoint (a directory named like step-00000042). It contains: model.safetensors" in refused(
         tmp_path / "hf"
     )
     assert "does not exist, so there is no checkpoint" in refused(tmp_path / "nowhere")
@@ -161,11 +161,11 @@ def test_damage_is_told_with_its_hashes_and_the_older_checkpoint_taken(tmp_path:
     file = tmp_path / "step-00000002" / "model_0.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     said = written(tmp_path, "-o", tmp_path / "a.safetensors")
-    assert "Warning: a newer checkpoint is damaged and was passed over:" in said
+    assert "Warning: a newer checkpoint is damaged and was skipped:" in said
     assert "model_0.safetensors: expected sha256" in said
     assert load_file(tmp_path / "a.safetensors")["weight"].tolist() == [1.0, 1.0]
     said = refused(tmp_path / "step-00000002", "-o", tmp_path / "b.safetensors")
-    assert "holds no whole checkpoint" in said
+    assert "holds no intact checkpoint" in said
     assert "found" in said
     assert not (tmp_path / "b.safetensors").exists()
 
@@ -176,11 +176,13 @@ def test_damage_is_told_with_its_hashes_and_the_older_checkpoint_taken(tmp_path:
 def test_nothing_is_overwritten_unless_it_is_told_so(checkpoints: Path, tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     file.write_text("mine")
-    assert f"{file} exists. Give another name (-o FILE), or --force" in refused(checkpoints, "--name", 0, "-o", file)
+    assert f"{file} exists. Give another name (-o FILE), or replace it with --force" in refused(
+        checkpoints, "--name", 0, "-o", file
+    )
     assert file.read_text() == "mine"
     written(checkpoints, "--name", 0, "-o", file, "--force")
     assert "weight" in str(torch.load(file, weights_only=True).keys())
-    assert "it is a directory, and the name of a file is needed" in refused(checkpoints, "--name", 0, "-o", tmp_path)
+    assert "it is a directory; give the name of a file" in refused(checkpoints, "--name", 0, "-o", tmp_path)
     assert "could not be exported to" in refused(checkpoints, "--name", 0, "-o", "/proc/model.pt")
     assert "could not be exported to" in refused(checkpoints, "--name", 0, "-o", file / "model.pt")
 
@@ -231,29 +233,29 @@ def packages(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--to", "torch", "-o", "a.onnx"], "--to torch and -o a.onnx: .onnx is the ending of --to onnx."),
-        (["-o", "weights.bin"], "-o weights.bin: .bin is the ending of no format. Add --to safetensors, torch or onnx"),
-        (["--to", "torch", "--model", "a:b"], "--model belongs to --to onnx. --to torch needs the checkpoint alone"),
-        (["--to", "onnx"], "--to onnx needs the model's code, which a checkpoint does not hold: --model MODULE:NAME"),
+        (["--to", "torch", "-o", "a.onnx"], "--to torch and -o a.onnx: .onnx is the extension of --to onnx."),
+        (["-o", "weights.bin"], "-o weights.bin: no format has the extension .bin. Add --to safetensors, torch or"),
+        (["--to", "torch", "--model", "a:b"], "--model is only for --to onnx. --to torch needs only the checkpoint"),
+        (["--to", "onnx"], "--to onnx needs the model's code, which a checkpoint does not contain: give --model"),
         (["--model", f"{HERE}:Net"], "--input SHAPE for each input"),
-        (["--model", f"{HERE}:Net", "--input", "1x4", "--inputs", "a:b"], "and not both"),
+        (["--model", f"{HERE}:Net", "--input", "1x4", "--inputs", "a:b"], "give either --input SHAPE for each input"),
         (["--model", "Net", "--input", "1x4"], "--model 'Net': give MODULE:NAME or FILE.py:NAME"),
         (["--model", "absent:Net", "--input", "1x4"], "there is no module 'absent', seen from"),
-        (["--model", "absent.py:Net", "--input", "1x4"], "there is no file absent.py"),
+        (["--model", "placeholders.py:Net", "--input", "1x4"], "there is no file placeholders.py"),
         (["--model", f"{HERE}:Nett", "--input", "1x4"], "has no 'Nett'. Did you mean 'Net'?"),
-        (["--model", f"{HERE}:needs", "--input", "1x4"], "called without arguments, and needs width"),
+        (["--model", f"{HERE}:needs", "--input", "1x4"], "calls it without arguments, but it needs width"),
         (["--model", f"{HERE}:broken", "--input", "1x4"], "in broken: ValueError: no weights.bin"),
-        (["--model", f"{HERE}:examples", "--input", "1x4"], "a torch.nn.Module is needed, and it gave Tensor"),
-        (["--model", f"{HERE}:a_number", "--input", "1x4"], "a torch.nn.Module is needed, and it gave int"),
-        (["--model", f"{HERE}:wide", "--input", "1x4"], "embed.weight is (20, 8) and in the model (20, 12)"),
-        (["--model", f"{HERE}:Inside", "--input", "1x4"], "Name the module inside, which has no 'net.' before"),
+        (["--model", f"{HERE}:examples", "--input", "1x4"], "a torch.nn.Module is needed, but it returned Tensor"),
+        (["--model", f"{HERE}:a_number", "--input", "1x4"], "a torch.nn.Module is needed, but it returned int"),
+        (["--model", f"{HERE}:wide", "--input", "1x4"], "embed.weight is (20, 8), in the model (20, 12)"),
+        (["--model", f"{HERE}:Inside", "--input", "1x4"], "Name the inner module, without 'net.' before"),
         (["--model", "torch.nn:Identity", "--input", "1x4"], "the checkpoint has 12 that the model lacks: scale,"),
         (["--model", f"{HERE}:Net", "--input", "1x4"], "Net fails on inputs of (8, 4) float32: "),
         (["--model", f"{HERE}:Net", "--input", "x=1x4:int64"], "unexpected keyword argument 'x'"),
         (["--model", f"{HERE}:Net", "--input", "1,4"], "--input '1,4': give SHAPE[:DTYPE[:LIMIT]]"),
-        (["--model", f"{HERE}:Net", "--input", "1x4:in64"], "there is no dtype 'in64'. Did you mean 'int64'?"),
-        (["--model", f"{HERE}:Net", "--inputs", f"{HERE}:Net"], "it gave Net. Return a tensor, a tuple of tensors"),
-        (["--model", f"{HERE}:Net", "--inputs", f"{HERE}:uneven"], "and they are (3, 4), (2, 4)"),
+        (["--model", f"{HERE}:Net", "--input", "1x4:in64"], "'in64' is not a dtype. Did you mean 'int64'?"),
+        (["--model", f"{HERE}:Net", "--inputs", f"{HERE}:Net"], "it returned Net. Return a tensor, a tuple of tensors"),
+        (["--model", f"{HERE}:Net", "--inputs", f"{HERE}:uneven"], "but the shapes are (3, 4), (2, 4)"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_told(options: list[str], told: str, checkpoints: Path, tmp_path: Path) -> None:
@@ -265,8 +267,8 @@ def test_what_cannot_be_is_told(options: list[str], told: str, checkpoints: Path
 @pytest.mark.usefixtures("packages")
 def test_names_that_begin_otherwise_are_put_right(checkpoints: Path) -> None:
     said = refused(checkpoints, "--name", "ema", "--model", f"{HERE}:Net", "--input", "1x4:int64")
-    assert "Net is not the model that" in said
-    assert "Add --prefix 'module.', which takes it off the checkpoint's names." in said
+    assert "Net does not match ema in " in said
+    assert "Add --prefix 'module.', which removes it from the checkpoint's names." in said
 
 
 @pytest.mark.usefixtures("packages")
@@ -307,9 +309,9 @@ def test_random_inputs_are_as_described() -> None:
     assert [len(one) for one in nine.tensors] == [9, 9, 9]
     assert (nine.args[0].dtype, nine.args[1].dtype) == (torch.float16, torch.int64)
     assert torch.equal(nine.args[1][8], inputs.args[1][0]), "taken in turn"
-    with pytest.raises(SettingError, match="inputs without a name come before"):
+    with pytest.raises(SettingError, match="put inputs without a name before"):
         random_inputs(["mask=1x2", "1x3"])
-    with pytest.raises(SettingError, match="a limit is for whole numbers"):
+    with pytest.raises(SettingError, match="a limit is only for integers"):
         random_inputs(["1x3:float:4"])
     assert list(own_inputs(f"{HERE}:by_name").kwargs) == ["ids", "mask"]
     with pytest.raises(ExportError, match="first dimension of every input"):
@@ -320,6 +322,6 @@ def test_the_errors_of_the_system_keep_their_remedy(tmp_path: Path) -> None:
     def full(_: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with pytest.raises(paceline.errors.CheckpointError, match=r"No space left on device.*Make room"):
+    with pytest.raises(paceline.errors.CheckpointError, match=r"No space left on device.*Free some space"):
         atomic.write_whole(tmp_path / "file", full, "It could not be written to")
     assert list(tmp_path.iterdir()) == []

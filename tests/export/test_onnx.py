@@ -103,7 +103,7 @@ def test_inputs_and_outputs_have_their_names(folder: Path, tmp_path: Path) -> No
     assert code == 0, said
     for line in ("input  ids  int64 (batch, 4)", "input  mask  float (batch, 20)", "output logits  float (batch, 20)"):
         assert line in said
-    assert "whole numbers differ" in said
+    assert "integers differ" in said
     ids, mask = torch.randint(20, (3, 4)), torch.rand(3, 20)
     with torch.no_grad():
         expected = weights(folder, Named)(ids, mask)
@@ -135,27 +135,27 @@ def test_large_weights_go_into_a_file_beside(folder: Path, tmp_path: Path, monke
 
 def test_an_operator_that_onnx_has_not_is_named_with_its_line(folder: Path, tmp_path: Path) -> None:
     said = refused(folder, tmp_path, "Bessel")
-    assert "--to onnx: ONNX has nothing for the operator prims::bessel_j0, which Bessel uses at " in said
+    assert "--to onnx: ONNX has no counterpart of the operator prims::bessel_j0, which Bessel uses at " in said
     assert "a_model.py, line " in said
     assert "# the operator" in said
 
 
 def test_control_flow_that_looks_at_values_is_named_with_its_line(folder: Path, tmp_path: Path) -> None:
     said = refused(folder, tmp_path, "Branch")
-    assert "what Branch does depends on the values of its input at " in said
+    assert "the computation of Branch depends on the values of its input at " in said
     assert "# the branch" in said
     assert "torch.where" in said
 
 
 def test_a_batch_that_is_a_constant_is_told(folder: Path, tmp_path: Path) -> None:
-    assert "OneSize makes a constant of the number of examples (it was 5 when it was traced)" in refused(
+    assert "OneSize turns the number of examples into a constant (5 during tracing)" in refused(
         folder, tmp_path, "OneSize"
     )
 
 
 def test_a_model_that_is_not_the_same_each_time_is_found_by_the_check(folder: Path, tmp_path: Path) -> None:
     said = refused(folder, tmp_path, "Restless")
-    assert "--check: the file does not compute what the model does: at batch 1 outputs differ by up to" in said
+    assert "--check: the file does not compute the same as the model: at batch 1 outputs differ by up to" in said
     assert "No file was written" in said
 
 
@@ -169,7 +169,7 @@ def test_other_weights_are_found_by_the_check(folder: Path, tmp_path: Path, monk
         return found
 
     monkeypatch.setattr(onnx_check, "expected", other)
-    assert "--check: the file does not compute what the model does" in refused(folder, tmp_path, "Net")
+    assert "--check: the file does not compute the same as the model" in refused(folder, tmp_path, "Net")
 
 
 def test_a_file_that_onnxruntime_cannot_run_is_not_kept(

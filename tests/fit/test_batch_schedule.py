@@ -68,9 +68,9 @@ def test_a_fit_that_was_stopped_goes_on_with_the_epochs_batch() -> None:
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        ({1: 5}, "begins with epoch 0"),
-        ({}, "begins with epoch 0"),
-        ({0: 5, "2": 8}, "epochs that are whole numbers"),
+        ({1: 5}, "start at 0"),
+        ({}, "start at 0"),
+        ({0: 5, "2": 8}, "Its epochs are integers"),
         ({0: 5, 2: 0}, "global_batch=0"),
         ({0: 5, 2: 8.0}, r"global_batch=8\.0"),
     ],

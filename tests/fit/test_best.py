@@ -122,7 +122,7 @@ def test_fit_keeps_the_best_checkpoints_on_resume_too() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep_best": 2}, r"keep_best=2\) without keep="),
+        ({"keep_best": 2}, r"keep_best=2\): without keep="),
         ({"keep": 1, "keep_best": -1}, "keep_best=-1"),
         ({"keep": 1, "mode": "maximum"}, "mode='maximum'"),
         ({"keep": 1, "score": "0.3"}, "score='0.3'"),

@@ -145,7 +145,7 @@ def test_without_a_run_the_open_one_is_used_and_a_second_fit_begins_anew() -> No
     with started(seed=5) as run:
         a_fit(model=model, optimizer=optimizer)
         assert run.steps == 10, "the run that the script started"
-        with pytest.raises(UsageError, match="Give each its own name"):
+        with pytest.raises(UsageError, match=r"another training loader has this name. Use different names"):
             a_fit(model=model, optimizer=optimizer)
 
 
@@ -162,15 +162,15 @@ def test_evaluate_alone_starts_a_run() -> None:
     [
         ({"epochs": 0}, r"fit\(epochs=0\)"),
         ({"callback": []}, "no argument 'callback'. Did you mean 'callbacks'"),
-        ({"batch_size": 4}, "say global_batch"),
+        ({"batch_size": 4}, "use global_batch"),
         ({"scheduler": 3}, r"scheduler=int"),
-        ({"best": "val_loss"}, r"write best=paceline.Best"),
-        ({"best": paceline.Best("val_loss")}, "Nothing is evaluated: give evaluate_on"),
+        ({"best": "val_loss"}, r"pass best=paceline.Best"),
+        ({"best": paceline.Best("val_loss")}, "Nothing is evaluated: pass evaluate_on"),
         (
             {"best": paceline.Best("val_acc"), "evaluate_on": TEST, "metrics": {"accuracy": max}},
             "Did you mean 'val_acc",
         ),
-        ({"metrics": [max]}, "metrics: a dict"),
+        ({"metrics": [max]}, "metrics: pass a dict"),
         ({"metrics": {"loss": max}}, 'the name "loss"'),
         ({"model": [net()], "optimizer": adamw(net())}, "one torch.nn.Module"),
     ],
@@ -205,7 +205,7 @@ def test_metrics_and_results_that_cannot_be() -> None:
             )
         assert model.training
         loader = run.loader(TRAIN, global_batch=4)
-        with pytest.raises(SettingError, match="one for training"):
+        with pytest.raises(SettingError, match="is for training"):
             paceline.evaluate(model, loss_fn, loader)
         for fn, told in (
             (lambda m, b: m(b[0]).mean(), r"has \(\) for a batch of 4"),

@@ -38,7 +38,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 import paceline
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 from paceline.errors import UsageError
 
 pytestmark = pytest.mark.timeout(240)
@@ -49,12 +49,12 @@ SCORES = [0.5, 0.7, 0.7, 0.6, float("nan"), 0.9, 0.2]
 @contextmanager
 def directory() -> Iterator[Path]:
     """One folder for all ranks."""
-    name = collectives.broadcast_object(tempfile.mkdtemp())
+    name = world_group().broadcast(tempfile.mkdtemp())
     try:
         yield Path(name)
     finally:
-        collectives.barrier()
-        if collectives.rank_of() == 0:
+        world_group().barrier()
+        if world_group().rank == 0:
             shutil.rmtree(name)
 
 
@@ -206,7 +206,7 @@ def test_the_best_model_is_kept_and_training_stops_early() -> None:
             assert history.best_value == history["val_score"][best]
             assert history.stopped_early == (patience is not None and patience < 4)
             assert history.best_path == folder / "best.safetensors"
-            collectives.barrier()
+            world_group().barrier()
             saved = net()
             saved.load_state_dict(load_file(history.best_path))
             equal(saved, keep.weights[best])

@@ -158,7 +158,7 @@ def test_evaluate_and_predict() -> None:
             assert found["loss"] == pytest.approx(expected.loss.item(), abs=1e-6)
         logits = run.predict(model, data.remove_columns("text"), global_batch=4, collate_fn=collate)
         near(logits, expected.logits, 1e-5)
-        with pytest.raises(UsageError, match=r"target='label' of the batch. Did you mean 'labels'"):
+        with pytest.raises(UsageError, match=r"needs 'label' in the batch\. Did you mean 'labels'"):
             paceline.evaluate(
                 model, None, data, global_batch=4, collate_fn=collate, metrics={"a": metric}, target="label"
             )
@@ -224,11 +224,13 @@ def test_what_cannot_be_known_is_said() -> None:
     x = torch.zeros(2, 3)
     with pytest.raises(UsageError, match="the batch is a list"):
         ModelLoss()(Dicts(), [x, x])
-    with pytest.raises(UsageError, match=r"Dicts returned none for a batch with x\. Give it the labels"):
+    with pytest.raises(UsageError, match=r"Dicts returned no loss for a batch with the keys x\. Add the labels"):
         ModelLoss()(Dicts(), {"x": x})
     with pytest.warns(UserWarning, match="the batch has no 'labels'"):
         ModelLoss()(Dicts(loss=torch.tensor(1.0)), {"x": x})
-    with pytest.raises(UsageError, match=r"its labels 1\.099\. So what the loss is a mean over"):
+    with pytest.raises(
+        UsageError, match=r"its labels is 1\.099\. So Paceline does not know what the loss averages over"
+    ):
         ModelLoss()(Dicts(loss=torch.tensor(5.0), logits=x), {"x": x, "labels": torch.tensor([0, 1])})
     ids = torch.ones(2, 5, dtype=torch.int64)
     two = _Named(bert(BertForPreTraining))
@@ -238,7 +240,7 @@ def test_what_cannot_be_known_is_said() -> None:
     metric = {"accuracy": MulticlassAccuracy(3)}
     with started() as run:
         model = run.prepare(Dicts(loss=torch.tensor(1.0), boxes=x))
-        with pytest.raises(UsageError, match="a dict with loss, boxes, and which of it"):
+        with pytest.raises(UsageError, match="a dict with loss, boxes, and Paceline does not know which part"):
             paceline.evaluate(model, None, data, global_batch=2, metrics=metric)
 
 

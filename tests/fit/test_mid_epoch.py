@@ -136,7 +136,7 @@ def test_a_stream_is_read_no_further_than_its_limit() -> None:
         seen = run.gather([x for batch in loader for x in batch[0][:, 0].tolist()])
         assert sorted(seen) == sorted(X[:8, 0].tolist())
         assert stream.read == 8
-        with pytest.raises(SettingError, match=r"no length\. Say how many: limit_batches=100"):
+        with pytest.raises(SettingError, match=r"no length\. Pass a number: limit_batches=100"):
             run.loader(stream, global_batch=4, limit_batches=0.5)
 
 
@@ -220,10 +220,10 @@ def files_of(folder: Path) -> list[str]:
         ({"val_check_interval": -2}, "val_check_interval=-2"),
         ({"val_check_interval": 1.5}, "val_check_interval=1.5"),
         ({"val_check_interval": True}, "val_check_interval=True"),
-        ({"val_check_interval": 2, "evaluate_on": None}, "Give evaluate_on"),
+        ({"val_check_interval": 2, "evaluate_on": None}, "Pass evaluate_on"),
         ({"limit_train_batches": 0}, "limit_train_batches=0"),
         ({"limit_val_batches": 2.0}, "limit_val_batches=2.0"),
-        ({"limit_val_batches": 0.01}, "this part of 4 global batches is none"),
+        ({"limit_val_batches": 0.01}, "this fraction of 4 global batches is less than one"),
         ({"limit_batches": 2}, "Did you mean 'limit_val_batches'|Did you mean 'limit_train_batches'"),
         ({"fast_dev_run": 0}, "fast_dev_run=0"),
         ({"fast_dev_run": "yes"}, "fast_dev_run='yes'"),

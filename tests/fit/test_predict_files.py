@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import paceline
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 from paceline.errors import CheckpointError, SettingError, UsageError
 from paceline.metrics import predict_files
 
@@ -133,11 +133,11 @@ def test_a_pass_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
         assert (tmp_path / "out" / "unfinished.json").exists()
         there = sum(last + 1 - first for first, last in predict_files._spans(tmp_path / "out"))
         assert 0 < there < 17
-        with pytest.raises(
-            SettingError, match=r"results of a pass that did not end\. Go on where it stopped by resume=True"
-        ):
+        with pytest.raises(SettingError, match=r"results of an interrupted pass\. Continue it with resume=True"):
             run.predict(model, TEST, **options)
-        with pytest.raises(UsageError, match="the number of examples of the results in the folder are other than now"):
+        with pytest.raises(
+            UsageError, match="the number of examples of the results in the folder differ from this pass"
+        ):
             run.predict(model, TEST_X[:5], resume=True, **options)
         seen.clear()
         options |= {"global_batch": 3, "rows_per_file": 4}
@@ -151,11 +151,11 @@ def test_a_pass_that_was_stopped_goes_on_where_it_was(tmp_path: Path) -> None:
         assert run.predict(model, TEST, fn=counting, resume=True, **options) == folder
         assert not seen
         assert (folder / "index.json").stat().st_mtime_ns == before
-        with pytest.raises(SettingError, match=r"holds the results of a whole pass\. Give another one"):
+        with pytest.raises(SettingError, match=r"holds the results of a complete pass\. Pass another folder"):
             run.predict(model, TEST, **options)
         with torch.no_grad():
             model[0].weight.add_(1.0)
-        with pytest.raises(UsageError, match="the weights of the results in the folder are other than now"):
+        with pytest.raises(UsageError, match="the weights of the results in the folder differ from this pass"):
             run.predict(model, TEST, resume=True, **options)
 
 
@@ -191,21 +191,23 @@ def test_what_it_refuses(tmp_path: Path) -> None:
                 run.predict(model, TEST, **given)
             shutil.rmtree(tmp_path / "new", ignore_errors=True)
 
-        refused(SettingError, r"not empty, and what is in it \(thesis.txt\)", to=tmp_path / "other")
+        refused(
+            SettingError, r"not empty, and run.predict did not write its content \(thesis.txt\)", to=tmp_path / "other"
+        )
         refused(SettingError, "was not written by run.predict", to=tmp_path / "foreign")
         refused(CheckpointError, "Predictions could not be written to .*file", to=tmp_path / "file")
         refused(CheckpointError, "Predictions could not be written to", to="/proc/predictions")
         refused(SettingError, r"rows_per_file=0.*at least 1", rows_per_file=0)
         refused(SettingError, r"run\.predict\(shuffle=", shuffle=True)
-        refused(UsageError, "which has no plain form", fn=lambda model, batch: [object()] * len(batch[0]))
-        refused(UsageError, "the name 'index' is taken", fn=lambda model, batch: {"index": batch[1]})
+        refused(UsageError, "which cannot be written as JSON", fn=lambda model, batch: [object()] * len(batch[0]))
+        refused(UsageError, "the name 'index' is reserved", fn=lambda model, batch: {"index": batch[1]})
         refused(UsageError, "for a batch of 5 examples", fn=lambda model, batch: batch[0].sum())
         refused(
             UsageError,
             "pad to a fixed length, or return a list",
             fn=lambda model, batch: batch[0].new_zeros(len(batch[0]), int(batch[1].sum())),
         )
-        with pytest.raises(UsageError, match=r"they belong to a folder, to="):
+        with pytest.raises(UsageError, match=r"also needs a folder: to="):
             run.predict(model, TEST, global_batch=5, resume=True)
 
 
@@ -218,7 +220,7 @@ def test_a_stream_is_not_resumed(tmp_path: Path) -> None:
 
         with pytest.raises(KeyboardInterrupt):
             run.predict(model, Stream(), global_batch=4, to=tmp_path / "out", fn=stopping)
-        with pytest.raises(UsageError, match="a stream cannot be read from where the pass stopped"):
+        with pytest.raises(UsageError, match="an iterable data set cannot be resumed where the pass stopped"):
             run.predict(model, Stream(), global_batch=4, to=tmp_path / "out", resume=True)
 
 
@@ -234,7 +236,7 @@ def test_under_strategies_that_hold_parts_or_see_the_same_examples(strategy: str
         assert tensors["index"].tolist() == list(range(17))
         near(tensors["output"], expected)
         assert len(index["files"]) >= 6
-        assert sum(collectives.gather_objects(predict_files._is_writer())) in (1, 2)
+        assert sum(world_group().gather(predict_files._is_writer())) in (1, 2)
 
 
 SCRIPT = """

@@ -16,7 +16,7 @@ from tests.fit.test_fit_on_ranks import directory
 from torch import nn
 
 import paceline
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 from paceline.errors import SettingError, UsageError
 
 
@@ -114,7 +114,7 @@ def test_a_trace_for_each_process_and_cycle() -> None:
     with directory() as folder, without_kinetos_lines():
         trace = paceline.Profiler(folder / "new" / "traces", wait=1, warmup=1, active=2, repeat=2, record_shapes=True)
         model = fit(trace)
-        rank = collectives.rank_of()
+        rank = world_group().rank
         names = [f"rank{rank}.step{step}.pt.trace.json" for step in (4, 8)]
         assert [path.name for path in trace.files] == names
         for path in trace.files:
@@ -126,7 +126,7 @@ def test_a_trace_for_each_process_and_cycle() -> None:
         fit(short)
         assert len(short.files) == 1
         equal(model, fit())
-        collectives.barrier()
+        world_group().barrier()
 
 
 @pytest.mark.parametrize(

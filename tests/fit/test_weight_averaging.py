@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import ConstantLR, SequentialLR
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import paceline
-from paceline.comm import collectives
+from paceline.comm import same_bits
+from paceline.comm.mesh import world_group
 from paceline.data.randomness import permutation
 from paceline.errors import SettingError
 
@@ -153,7 +154,7 @@ def assert_statistics(model: Any, batches: Sequence[torch.Tensor]) -> None:
 def test_statistics_over_shards_are_means_over_those_of_all_replicas(strategy: str) -> None:
     """The last global batch has one example, so that all shards but one are empty."""
     model, history, _ = fitted("SWA", model=norm_first(), strategy=strategy, batch_norm="shard", global_batch=7)
-    ranks = collectives.size_of()
+    ranks = world_group().size
     cut = [part for rows in torch.arange(N).split(7) for part in rows.tensor_split(ranks) if len(part)]
     assert_statistics(model, [X[part] for part in cut])
     with torch.no_grad():
@@ -262,7 +263,7 @@ class Alike(paceline.Callback):
         self.unlike: list[str] = []
 
     def on_epoch_end(self, fit: Any) -> None:
-        self.unlike += collectives.digest_mismatch(fit.model.named_buffers())
+        self.unlike += same_bits.digest_mismatch(fit.model.named_buffers(), world_group())
 
 
 @pytest.mark.ranks(2, conformance=3)
@@ -274,7 +275,7 @@ def test_independent_replicas_have_the_mean_of_their_averages(strategy: str, kin
     alike = Alike()
     model, history, _ = fitted(kind, strategy=strategy, global_batch=11, callbacks=[alike])
     assert not alike.unlike
-    assert not collectives.digest_mismatch([*model.named_parameters(), *model.named_buffers()])
+    assert not same_bits.digest_mismatch([*model.named_parameters(), *model.named_buffers()], world_group())
     with torch.no_grad():
         assert history["val_loss"][-1] == pytest.approx(loss_fn(model.eval(), [TEST_X, TEST_Y]).item(), rel=1e-6)
 

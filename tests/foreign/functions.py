@@ -23,8 +23,8 @@ import paceline
 from paceline.data.batch_plan import one_shard
 from paceline.data.draws import ExampleDraws
 from paceline.data.loader import Loader
-from paceline.data.made_batches import RowCollate, RowDataset, Rows
 from paceline.data.sources import LoaderArguments, make_source
+from paceline.data.user_batches import RowCollate, RowDataset, Rows
 
 SEED, CLOSE = 5, 1e-8
 

@@ -251,7 +251,7 @@ def refusals(strategy: str) -> str:
         cases = [
             (f"{strategy},cut=transformer.h.9", "gpt2", {}, "Did you mean transformer.h."),
             (f"{strategy},cut=albert.encoder.albert_layer_groups.0#9", "albert", {}, "albert_layer_groups.0#2"),
-            (f"{strategy},cut=1,2", "bert", {}, "2 stages need 1 places"),
+            (f"{strategy},cut=1,2", "bert", {}, "2 stages need 1 split point(s)"),
         ]
     for case, job, more, words in cases:
         text = said(case, job, **more)

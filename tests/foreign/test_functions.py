@@ -108,7 +108,7 @@ def test_numbers_that_numpy_draws_for_each_row_are_refused_where_the_batch_is_cu
         assert len(list(run.batches(get_batch, global_batch=4, steps=2))) == 2
     with started() as run:
         loader = run.batches(get_batch, global_batch=4, steps=2, micro_batch=2)
-        with pytest.raises(UsageError, match=r"get_batch draws from NumPy's .* Say run.loader"):
+        with pytest.raises(UsageError, match=r"get_batch draws from NumPy's .* Use run.loader"):
             next(iter(loader))
     with started() as run:
         loader = run.batches(get_batch, global_batch=4, steps=2, micro_batch=2, collate="global")
@@ -118,10 +118,10 @@ def test_numbers_that_numpy_draws_for_each_row_are_refused_where_the_batch_is_cu
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"fn": [1, 2]}, r"run.batches\(list\): a function is needed"),
-        ({"global_batch": 0}, "run.batches.global_batch=0.: a whole number"),
+        ({"fn": [1, 2]}, r"run.batches\(list\): pass a function"),
+        ({"global_batch": 0}, "run.batches.global_batch=0.: pass an integer"),
         ({"steps": 1.5}, "run.batches.steps=1.5."),
-        ({"shuffle": True}, "run.batches.shuffle=....: the function itself makes each batch"),
+        ({"shuffle": True}, "run.batches.shuffle=....: the function makes each batch"),
     ],
 )
 def test_arguments_that_cannot_be_are_told(arguments: dict[str, object], message: str) -> None:

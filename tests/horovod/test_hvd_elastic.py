@@ -72,7 +72,7 @@ def test_a_state_goes_back_to_its_last_copy() -> None:
     assert other.weight.abs().sum() > 0
     with pytest.raises(SettingError, match="has a method of that name"):
         hvd.elastic.TorchState(model, commit=1)
-    with pytest.raises(UsageError, match=r"same attributes \(epoch\)"):
+    with pytest.raises(UsageError, match=r"different attributes \(epoch\)"):
         hvd.elastic.TorchState(model, optimizer, sampler=sampler, losses=[])._load(state._saved)
 
 
@@ -166,7 +166,7 @@ def test_a_disk_that_is_full_costs_commits_and_not_the_training(tmp_path: Path) 
     assert all(torch.allclose(torch.tensor(a), torch.tensor(b)) for a, b in zip(found, weights, strict=True))
     said = [line for line in stderr.splitlines() if "could not be written" in line]
     assert len(said) == 2, "once in each of the two starts"
-    assert all("goes back to commit 1. Make room, or set TMPDIR" in line for line in said)
+    assert all("would resume from commit 1. Free space, or set TMPDIR" in line for line in said)
 
 
 def test_a_full_disk_is_named_where_torch_tells_of_its_own_file_alone(tmp_path: Path, monkeypatch: Any) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import paceline.horovod as hvd
-from paceline.comm import collectives
+from paceline.comm import group as groups
 from paceline.errors import SettingError, UsageError
 from paceline.horovod.distributed_optimizer import Distributed
 from paceline.horovod.gradient_reducer import reducers
@@ -87,7 +87,7 @@ def ours(update: Update = usual, make: Callable[[], nn.Module] = network, **opti
 @contextlib.contextmanager
 def bucket_bytes(most: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "BUCKET_BYTES", most)
+        patch.setattr(groups, "BUCKET_BYTES", most)
         yield
 
 
@@ -313,7 +313,7 @@ def test_a_second_loss_that_reaches_frozen_parameters_is_named() -> None:
     optimizer = distributed(model)
     x, y = data()[0]
     F.mse_loss(model(shard(x)), shard(y)).backward()
-    with pytest.raises(UsageError, match=r"zero_grad\(\) came after loss\.backward\(\)"):
+    with pytest.raises(UsageError, match=r"zero_grad\(\) was called after loss\.backward\(\)"):
         optimizer.zero_grad()
     with pytest.raises(UsageError, match=r"more than 1 backward passes.*backward_passes_per_step"):
         F.mse_loss(model(shard(x)), shard(y)).backward()
@@ -470,7 +470,7 @@ def test_a_newer_optimizer_takes_the_parameters_over_and_layers_may_be_unfrozen(
         x, y = map(shard, data()[number])
         if number == 1:
             F.mse_loss(model(x), y).backward()
-            with pytest.raises(UsageError, match="replaced by a newer one"):
+            with pytest.raises(UsageError, match="replaced by a newer optimizer"):
                 former.step()
             optimizer.synchronize()
         usual(model, optimizer, x, y)
@@ -499,8 +499,8 @@ def test_what_cannot_be_is_refused() -> None:
         ({"compression": "fp16"}, "hvd.Compression.fp16"),
         ({"process_set": hvd.ProcessSet}, "new_group"),
         ({"named_parameters": model.parameters()}, r"not model\.parameters"),
-        ({"named_parameters": []}, "used up"),
-        ({"named_parameters": [("0.weight", model.get_parameter("0.weight"))]}, "5 parameters that named_parameters"),
+        ({"named_parameters": []}, "named_parameters is empty"),
+        ({"named_parameters": [("0.weight", model.get_parameter("0.weight"))]}, "named_parameters lacks 5 parameters"),
         ({"named_parameters": [("w", p) for p in model.parameters()]}, "more than once: w"),
     ):
         with pytest.raises(SettingError, match=words):
@@ -509,7 +509,7 @@ def test_what_cannot_be_is_refused() -> None:
         wrap(wrap(inner))
     with pytest.raises(SettingError, match="LBFGS"):
         wrap(torch.optim.LBFGS(model.parameters()))
-    with pytest.raises(SettingError, match="given Sequential"):
+    with pytest.raises(SettingError, match="received Sequential"):
         wrap(model)  # type: ignore[arg-type]
     optimizer = wrap(inner)
     x, y = data()[0]
@@ -517,5 +517,5 @@ def test_what_cannot_be_is_refused() -> None:
     with optimizer.skip_synchronize(), pytest.raises(UsageError, match="synchronize\\(\\) was not called"):
         optimizer.step()
     optimizer.synchronize()
-    with pytest.warns(UserWarning, match="once more"):
+    with pytest.warns(UserWarning, match="a second time"):
         optimizer.step()

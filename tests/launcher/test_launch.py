@@ -320,8 +320,9 @@ def test_a_daemon_of_a_rank_that_ended_well(launches: Launches, code: int) -> No
     if code:
         wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "its end", 5)
         return
-    assert f"paceline: a process goes on that a rank has started: {pid} (sleep)." in err
+    assert f"paceline: a child process of a rank is still running: {pid} (sleep)." in err
     psutil.Process(pid).kill()
+    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie", "its end", 5)
 
 
 # ---------------------------------------------------------------- signals
@@ -471,11 +472,11 @@ def test_a_process_that_does_not_end_is_not_said_to_wait_for_a_disk(
     group = processes.Processes([])
     group._started.append(cast("subprocess.Popen[bytes]", slow))
     group.stop()
-    assert re.fullmatch(r"paceline: process \d+ has not ended yet, though it was killed.*\n", capsys.readouterr().err)
+    assert re.fullmatch(r"paceline: process \d+ was killed, but has not ended yet.*\n", capsys.readouterr().err)
     waits = process_state.ProcessState(process_state.IN_KERNEL, wait_channel="nfs_wait")
     monkeypatch.setattr(process_state, "read_state", lambda pid: waits)
     group.stop()
-    assert capsys.readouterr().err.endswith("it waits in the kernel, for a disk or a device (nfs_wait).\n")
+    assert capsys.readouterr().err.endswith("it waits in the kernel for a disk or a device (nfs_wait).\n")
 
 
 def test_output_that_cannot_be_written(launches: Launches, capfd: pytest.CaptureFixture[str]) -> None:
@@ -490,8 +491,11 @@ def test_output_that_cannot_be_written(launches: Launches, capfd: pytest.Capture
     script = str(launches.directory / launches.script(code))
     assert launcher.run(script, nproc=2, output=str(launches.directory)) == 120
     lines = capfd.readouterr().err.splitlines()
-    assert lines[0] == "rank 1 ended with exit code 120: what it printed last could not be written"
-    assert f"Its output goes to {launches.directory / 'rank-1.log'}: is there no room, or a quota?" in "\n".join(lines)
+    assert lines[0] == "rank 1 ended with exit code 120: its last output could not be written"
+    assert (
+        f"Its output goes to {launches.directory / 'rank-1.log'}. The disk may be full, or a quota used up."
+        in "\n".join(lines)
+    )
 
 
 REFUSES = """
@@ -513,7 +517,7 @@ def test_a_script_that_refuses_its_arguments_says_so_once(launches: Launches) ->
     assert (code, out) == (2, "")
     assert err.count("usage: ") == err.count("invalid int value: 'many'") == 1, err
     assert "rank 0 ended with exit code 2\nrank 1 failed in the same way.\n" in err
-    assert err.startswith("paceline: --rdzv-backend static: not used, since there is one machine"), err
+    assert err.startswith("paceline: --rdzv-backend static has no effect on one machine"), err
 
 
 @pytest.mark.conformance

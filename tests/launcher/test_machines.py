@@ -28,8 +28,8 @@ from paceline.launcher.checks import is_local, listen
 from paceline.launcher.nodes import Nodes, read_nodes
 from paceline.launcher.plan import Plan
 from paceline.launcher.secret import write_secret
-from paceline.launcher.tunnel import open_keeper
-from paceline.world import CLOSED, SAVED, SAVES, take_back, tell_launcher
+from paceline.launcher.tunnel import open_rendezvous_host
+from paceline.world import CLOSED, SAVED, SAVES, send_to_launcher, withdraw
 
 SCRIPT = """
 import os, signal, sys, time
@@ -94,7 +94,7 @@ def test_a_killed_launcher_ends_the_other(machines: Machines) -> None:
     machines.launchers[0].kill()  # it keeps the store as well
     code, _, err = machines.end_all()[1]
     assert code == 1
-    assert "is lost" in err or "Connection closed by peer" in err or "Connection reset" in err
+    assert "Lost the connection" in err or "Connection closed by peer" in err or "Connection reset" in err
     assert "frame #" not in err
     assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == "zombie"
 
@@ -108,7 +108,7 @@ def test_a_launcher_that_kept_the_rendezvous_and_is_started_again_meets_the_othe
     first = machines.launchers.pop(0)
     first.kill()
     first.communicate()
-    machines.wait_for_word(machines.launchers[0], "is there again")
+    machines.wait_for_word(machines.launchers[0], "runs again")
     machines.start_numbered(0, "long", "--max-restarts", "2")
     (_, told, _), (_, _, _) = found = machines.end_all()
     assert [code for code, _, _ in found] == [0, 0], found
@@ -131,7 +131,7 @@ def test_an_elastic_run_goes_on_where_the_launcher_that_kept_the_rendezvous_has_
     last = out.splitlines()[-2:]
     assert re.fullmatch(r"start \d+ 1 0", last[0]), out
     assert last[1] == "end 0", out
-    assert "paceline: restart 1 of 1, when the launcher at 127.0.0.1:" in err, err
+    assert "paceline: restart 1 of 1, as soon as the launcher at 127.0.0.1:" in err, err
 
 
 @pytest.mark.full
@@ -147,7 +147,7 @@ def test_a_machine_joins_a_run(machines: Machines) -> None:
     starts = last[2].split()[1]  # 1; on a busy machine torch now and then meets twice
     assert int(starts) >= 1
     assert last == ["end 0", "end 1", f"start {starts} 2 0", f"start {starts} 2 1"]
-    assert both[0][2].startswith("paceline: machines have come; all ranks start again.\n")
+    assert both[0][2].startswith("paceline: machines have joined; all ranks restart.\n")
 
 
 TRAINING = """
@@ -188,7 +188,7 @@ def test_no_step_is_made_again_when_a_machine_joins_a_run(machines: Machines) ->
     (machines.directory / "come").touch()
     both = machines.end_all()
     assert [code for code, _, _ in both] == [0, 0], both
-    assert "paceline: machines have come: a checkpoint is saved after one of the next steps.\n" in both[0][2]
+    assert "paceline: machines have joined: a checkpoint is saved after one of the next steps.\n" in both[0][2]
     made: dict[int, list[int]] = {}
     sizes = set()
     starts: dict[int, set[str]] = {}
@@ -288,7 +288,7 @@ def test_what_else_happens_while_ranks_are_to_save_for_a_machine_that_comes(
     machines.wait_for_file("under-way")
     machines.start_elastic(case)
     if case == "asked":
-        machines.wait_for_word(machines.launchers[0], "machines have come")
+        machines.wait_for_word(machines.launchers[0], "machines have joined")
         machines.launchers[0].send_signal(signal.SIGUSR1)
     out, err = machines.launchers[0].communicate(timeout=DEADLINE_SECONDS)
     assert machines.launchers[0].returncode == code, err
@@ -296,10 +296,8 @@ def test_what_else_happens_while_ranks_are_to_save_for_a_machine_that_comes(
     assert said in err, err
     if case == "done":
         _, err = machines.launchers[1].communicate(timeout=DEADLINE_SECONDS)
-        told = f"The run that met at 127.0.0.1:{machines.port} has ended, and takes in no more machines.\n"
-        gone = (
-            r"The machines did not meet \(RendezvousConnectionError: .*\)\. Has the run there ended\? Else: do 1 mach"
-        )
+        told = f"The run at 127.0.0.1:{machines.port} has ended, and accepts no more machines.\n"
+        gone = r"The rendezvous failed \(RendezvousConnectionError: .*\)\. Has the run there ended\? If not, do 1 mach"
         assert told in err or re.search(gone, err), err  # the latter where the keeper had gone before it asked again
         assert machines.launchers[1].returncode == 1
 
@@ -324,7 +322,7 @@ def test_ranks_whose_run_has_ended_are_left_to_end_when_machines_come(
     """Here a rank that tells its launcher what it is about, and ends three polls later."""
     environ = {"PACELINE_ERROR_FILE": str(tmp_path / "error")}
     for what in first:
-        tell_launcher(environ, what)
+        send_to_launcher(environ, what)
     agent: Any = object.__new__(agent_module.Agent)
     polls: list[int] = []
     told: list[bool] = []  # at each poll of the stop request: are the ranks to save?
@@ -332,10 +330,10 @@ def test_ranks_whose_run_has_ended_are_left_to_end_when_machines_come(
     def poll_workers() -> None:
         polls.append(len(polls))
         if polls == [0] and saves:
-            tell_launcher(environ, SAVED, "somewhere")
+            send_to_launcher(environ, SAVED, "somewhere")
         if polls == [0, 1] and first:  # the run closes
-            tell_launcher(environ, CLOSED)
-            take_back(environ, SAVES)
+            send_to_launcher(environ, CLOSED)
+            withdraw(environ, SAVES)
         if polls == [0, 1, 2]:
             agent._endings = {0: SimpleNamespace(failed=False, is_cause=False)}
             agent._interrupts.asked = signal.SIGUSR1 if signal_comes else None  # at the last moment
@@ -376,16 +374,16 @@ def test_a_port_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{port}")
-        with pytest.raises(LaunchError, match=f"something that is no launcher of this version listens on port {port}"):
+        with pytest.raises(LaunchError, match=f"the program on port {port} is not a launcher of this version"):
             rendezvous.make_rendezvous(nodes)
         monkeypatch.setattr(rendezvous, "is_local", lambda host: False)
         monkeypatch.setattr(Nodes, "tunnelled", True)  # as between machines
-        with pytest.raises(LaunchError, match=f"something that is no launcher of this version listens on port {port}"):
+        with pytest.raises(LaunchError, match=f"the program on port {port} is not a launcher of this version"):
             rendezvous.make_rendezvous(nodes)
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize("theirs", ["another secret", "none (--rdzv-insecure)", "torchrun's store"])
+@pytest.mark.parametrize("theirs", ["a different secret", "none (--rdzv-insecure)", "torchrun's store"])
 def test_launchers_that_do_not_share_a_secret_are_told_so(
     theirs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -396,9 +394,9 @@ def test_launchers_that_do_not_share_a_secret_are_told_so(
     write_secret(str(file))
     if theirs == "torchrun's store":
         store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        said = f"something that is no launcher of this version listens on port {store.port}"
+        said = f"the program on port {store.port} is not a launcher of this version"
     else:
-        store = open_keeper(listen("127.0.0.1", 0), b"" if theirs.startswith("none") else b"k" * 32)
+        store = open_rendezvous_host(listen("127.0.0.1", 0), b"" if theirs.startswith("none") else b"k" * 32)
         said = rf"does not accept the secret in {file} .*--rdzv-secret-file.*--rdzv-insecure"
     nodes = read_nodes(nnodes="2", rdzv_endpoint=f"127.0.0.1:{store.port}", rdzv_secret_file=str(file))
     with pytest.raises(LaunchError, match=said):
@@ -410,7 +408,7 @@ def test_launchers_that_do_not_share_a_secret_are_told_so(
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (RendezvousTimeoutError(), "fewer than 2 had come after 900 s"),
+        (RendezvousTimeoutError(), "fewer than 2 machines had joined after 900 s"),
         (RendezvousConnectionError("The store does not answer: lost\nmore"), "The store does not answer: lost"),
         (RendezvousError(), "RendezvousError"),
     ],

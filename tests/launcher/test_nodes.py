@@ -60,20 +60,20 @@ def test_one_machine_meets_nobody() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"nnodes": "0"}, "--nnodes 0: at least one"),
+        ({"nnodes": "0"}, "--nnodes 0: give at least one"),
         ({"nnodes": "4:2"}, "MIN not above MAX"),
         ({"nnodes": "two"}, "--nnodes two: give the number"),
         ({"nnodes": "1:2:3"}, "--nnodes 1:2:3"),
-        ({"nnodes": "2"}, "--nnodes 2: the machines need a place to meet. Give --rdzv-endpoint"),
-        ({"nnodes": "2", "standalone": True}, "--standalone means this machine alone"),
+        ({"nnodes": "2"}, "--nnodes 2: several machines need a rendezvous. Give the same --rdzv-endpoint"),
+        ({"nnodes": "2", "standalone": True}, "--standalone means only this machine"),
         ({"nnodes": "2", "node_rank": 2, "master_addr": "n0"}, "--node-rank 2: .* from 0 to 1"),
-        ({"node_rank": 1}, "--node-rank 1: .* is 0, the only one"),
+        ({"node_rank": 1}, "--node-rank 1: .* must be 0"),
         ({"nnodes": "2", "rdzv_backend": "static", "master_addr": "n0"}, "--node-rank N"),
         ({"nnodes": "2", "rdzv_endpoint": "n0:port"}, "write HOST:PORT"),
         ({"nnodes": "2", "rdzv_endpoint": "n0:0"}, "write HOST:PORT"),
-        ({"nnodes": "2", "rdzv_endpoint": "n0:1", "master_addr": "n1"}, "two places to meet"),
+        ({"nnodes": "2", "rdzv_endpoint": "n0:1", "master_addr": "n1"}, "two rendezvous hosts"),
         ({"nnodes": "2", "rdzv_endpoint": "n0:1", "rdzv_conf": "nonsense"}, "'nonsense' is not KEY=VALUE"),
-        ({"master_port": 70000}, "--master-port 70000 is no TCP port"),
+        ({"master_port": 70000}, "--master-port 70000 is not a TCP port"),
     ],
 )
 def test_contradictions(options: dict[str, object], said: str) -> None:
@@ -124,7 +124,7 @@ def test_inside_another_launcher() -> None:
         checks.check_outer_world(SRUN, ALONE)
     with pytest.raises(LaunchError, match=r"inside rank 1 of 4 of another launcher \(RANK and WORLD_SIZE are set\)"):
         checks.check_outer_world(TORCHRUN, ALONE)
-    with pytest.raises(LaunchError, match=r"each of the 4 would start a launcher of 2 to 2 machines"):
+    with pytest.raises(LaunchError, match=r"each of the 4 tasks would start a launcher for 2 to 2 machines"):
         checks.check_outer_world(SRUN, TWO)
     four = Nodes(min_nodes=1, max_nodes=4, backend="c10d", host="n0", port=1)
     checks.check_outer_world(SRUN, four)  # srun starts one launcher on each of four machines
@@ -170,7 +170,7 @@ def test_a_variable_that_torch_cannot_read_is_named_before_anything_starts(
 ) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "abc")
-    with pytest.raises(SettingError, match="TORCH_FR_BUFFER_SIZE='abc' is no whole number"):
+    with pytest.raises(SettingError, match="TORCH_FR_BUFFER_SIZE='abc' is not an integer"):
         make_plan(str(tmp_path / "train.py"), [], 2, {})
 
 

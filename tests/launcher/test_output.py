@@ -65,8 +65,8 @@ def test_a_failed_run_keeps_them_and_shows_the_last_lines(place: Path, capfd: py
     assert out == "rank 0\n"
     assert err == (
         "rank 1 was killed by SIGSEGV (a crash in native code), at script.py, line 6\n"
-        "The last it printed:\n  rank 1\n  almost\n"
-        f"What the other ranks printed is in {kept} (rank-1.log, ...).\n"
+        "Its last output:\n  rank 1\n  almost\n"
+        f"The output of the other ranks is in {kept} (rank-1.log, ...).\n"
     )
     assert sorted(path.name for path in kept.iterdir()) == ["rank-1.log", "rank-2.log"]
 
@@ -90,8 +90,8 @@ def test_a_crash_of_native_code_after_all_exit_functions_costs_nothing(
     assert out == "all done"
     assert (place / "logs" / "rank-1.log").read_text() == "all doneexit functions\n"
     assert sorted(err.splitlines()) == [
-        f"paceline: rank {rank} was killed by SIGABRT (native code gave up; it said why above) when its script and all "
-        "exit functions had ended: it counts as ended well."
+        f"paceline: rank {rank} was killed by SIGABRT (native code aborted; see its message above) after its script "
+        "and all exit functions had finished. This is not an error."
         for rank in (0, 1)
     ]
 
@@ -100,7 +100,7 @@ def test_a_crash_of_native_code_at_the_exit_of_a_failed_rank_is_a_failure(
     place: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert launcher.run(script(place, AT_NATIVE_EXIT.format(end="sys.exit(3)")), nproc=2) == 128 + signal.SIGABRT
-    assert "counts as ended well" not in capfd.readouterr().err
+    assert "This is not an error" not in capfd.readouterr().err
 
 
 def test_tee_shows_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,7 +123,7 @@ def test_tee_shows_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def test_a_place_that_cannot_be_written(place: Path) -> None:
     (place / "file").touch()
-    with pytest.raises(LaunchError, match=r"--output file/logs: the directory cannot be made: Not a directory"):
+    with pytest.raises(LaunchError, match=r"--output file/logs: cannot create the directory: Not a directory"):
         launcher.run(script(place, ""), output="file/logs")
     assert list((place / "tmp").iterdir()) == []
 
@@ -168,7 +168,7 @@ def test_a_rank_that_others_wait_for_in_vain(
     assert launcher.run(script(place, code), nproc=2) == 1
     notice, story = capfd.readouterr().err.splitlines()
     assert notice == (
-        "paceline: rank 1 ended 1 s ago, with exit code 0, by sys.exit() at script.py, line 3; rank 0 still runs."
+        "paceline: rank 1 ended 1 s ago, with exit code 0, by sys.exit() at script.py, line 3; rank 0 is still running."
     )
     assert story.startswith(
         "rank 1 ended early, with exit code 0, by sys.exit() at script.py, line 3, and rank 0 has waited since then at "
@@ -202,7 +202,7 @@ print("saved")
     assert re.fullmatch(r"paceline: rank 0 has waited for other ranks for \d s\.", head), err
     assert re.fullmatch(r"  rank 0 waits at script.py, line 8, in save\(\) \(\w+\)", first), err
     assert second == "  rank 1 is at script.py, line 9"
-    assert away == "  rank 1 has not come to it."
+    assert away == "  rank 1 has not reached that call."
     under_way = r"rank 0 is in call (\d+), \w+ of .*; rank 1 is in none, after call (\d+), \w+( of .*)?"
     numbers = re.fullmatch(rf"  In group default_pg \(gloo\): {under_way}\.", calls)
     assert numbers is not None, err
@@ -245,7 +245,7 @@ if rank == 0:
     out, err = capfd.readouterr()
     assert out == "uploaded\n"
     assert re.fullmatch(
-        r"paceline: rank 1 ended \d+ s ago, with exit code 0, at the end of script.py; rank 0 still runs\.\n", err
+        r"paceline: rank 1 ended \d+ s ago, with exit code 0, at the end of script.py; rank 0 is still running\.\n", err
     ), err
 
 

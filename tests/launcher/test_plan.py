@@ -134,7 +134,7 @@ def test_a_machine_may_come_to_have_fewer_processes(tmp_path: Path, monkeypatch:
     assert counts(8, "8") == (None, 8)
     with pytest.raises(LaunchError, match="2 devices are visible"):
         counts(2, "3:4")
-    with pytest.raises(SettingError, match=r"this run has 1 process.*\(--nproc 1:4 may come to 1\.\)"):
+    with pytest.raises(SettingError, match=r"this run has 1 process.*\(--nproc 1:4 may result in 1 processes\.\)"):
         counts(0, "1:4", "fsdp:replicate=2")
     for nproc in ("0:2", "3:2", ":2", "a:2", "2:", "1:2:3", "-1:2"):
         with pytest.raises(LaunchError, match=f"--nproc {nproc}"):

@@ -23,14 +23,15 @@ from tests.launcher.launches import DEADLINE_SECONDS, Launches
 from tests.ports import free_port
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # re-exported from C++
 
-from paceline.comm import collectives, process_group
+from paceline.comm import process_group
 from paceline.errors import LaunchError, WorldError
 from paceline.launcher import interrupts as interrupt_module
 from paceline.launcher import run
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.stop_request import StopRequest
+from paceline.state import preemption
 from paceline.state.preemption import Preemption
-from paceline.world import CLOSED, DECIDE, END, LOOK, RESUMABLE, SAVED, SAVES, Preempted, told
+from paceline.world import CLOSED, DECIDE, END, LOOK, RESUMABLE, SAVED, SAVES, Preempted, read_message
 
 # The job of these tests. A file `hold` keeps it in place: after a step, or in the middle of a save.
 SCRIPT = r"""
@@ -152,7 +153,7 @@ def test_the_run_goes_on_to_the_same_bits(job: Job, whole: str, how: str, strate
     job.signal(process, signal.SIGTERM if grace else signal.SIGUSR1)
     out, err = process.communicate(timeout=DEADLINE_SECONDS)
     assert process.returncode == RESUMABLE, err
-    said = re.search(r"paceline: stopped by (\w+), after saving (\S+)/step-0*(\d+)\. The same command goes on", err)
+    said = re.search(r"paceline: stopped by (\w+), after saving (\S+)/step-0*(\d+)\. The same command resumes", err)
     assert said is not None, err
     assert said[1] == ("SIGTERM" if grace else "SIGUSR1")
     assert Path(said[2]) == job.folder / "checkpoints"
@@ -307,7 +308,7 @@ class Here:
         (folder / "stop").write_bytes(bytes([phase]))
         self.made, self.saved, self.stepped, self.ready = 0, [], True, True
         self.places: list[Path] = []  # where it saved
-        strategy: Any = SimpleNamespace(steps_to_meeting=lambda: meeting, plan=SimpleNamespace(in_step=True))
+        strategy: Any = SimpleNamespace(steps_to_synchronization=lambda: meeting, plan=SimpleNamespace(in_step=True))
         self.side = Preemption(
             str(folder / "stop"),
             strategy,
@@ -341,7 +342,7 @@ def test_the_step_is_one_that_all_have_yet_to_make(tmp_path: Path, monkeypatch: 
     assert Here(tmp_path, LOOK).steps(5) is None
     here = Here(tmp_path, DECIDE)
     assert (here.steps(9), here.saved) == (2, [2])
-    assert told(f"{tmp_path}/error", SAVED) == f"{tmp_path / 'step'}. The same command goes on from there"
+    assert read_message(f"{tmp_path}/error", SAVED) == f"{tmp_path / 'step'}. The same command resumes from it"
     assert Here(tmp_path, DECIDE, meeting=4).steps(9) == 5
     assert Here(tmp_path, DECIDE, device="cuda").steps(9) == 4  # a host may be ahead of its device
     here = Here(tmp_path, DECIDE)
@@ -352,15 +353,14 @@ def test_the_step_is_one_that_all_have_yet_to_make(tmp_path: Path, monkeypatch: 
 
 
 def test_a_rank_that_hears_too_late_says_so_and_does_not_hang(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(collectives, "size_of", lambda group=None: 2)
-    monkeypatch.setattr(collectives, "rank_of", lambda group=None: 1)
+    monkeypatch.setattr(preemption, "world_group", lambda: SimpleNamespace(size=2, rank=1))
     store: dict[str, bytes] = {}
     fake = SimpleNamespace(check=lambda keys: keys[0] in store, get=store.__getitem__)
     here = Here(tmp_path, LOOK)
     here.side.__dict__["_store"] = fake
     assert here.steps(3) is None
     store[f"paceline/stop/0/{process_group.runs}"] = b"3"
-    with pytest.raises(WorldError, match="asked to stop after step 3, but this process had made 3"):
+    with pytest.raises(WorldError, match="asked to stop after step 3, but this process was already at step 3"):
         here.steps(1)
     here = Here(tmp_path, LOOK)
     here.side.__dict__["_store"] = fake
@@ -390,21 +390,21 @@ def late_to(port: int, seconds: float) -> Iterator[int]:
 
 def test_the_step_is_in_the_store_before_rank_0_makes_it(tmp_path: Path, monkeypatch: Any) -> None:
     """Between machines a forwarder may keep what rank 0 has sent, while a collective tells the others to go on."""
-    monkeypatch.setattr(collectives, "size_of", lambda group=None: 2)
+    monkeypatch.setattr(preemption, "world_group", lambda: SimpleNamespace(size=2, rank=0))
     master = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with late_to(master.port, 0.3) as port:
         first, second = Here(tmp_path, DECIDE), Here(tmp_path, DECIDE)
         first.side.__dict__["_store"] = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         second.side.__dict__["_store"] = master
         assert first.steps(1) is None  # rank 0 decides on step 2
-        monkeypatch.setattr(collectives, "rank_of", lambda group=None: 1)
+        monkeypatch.setattr(preemption, "world_group", lambda: SimpleNamespace(size=2, rank=1))
         assert (second.steps(9), second.saved) == (2, [2])
 
 
 def test_a_named_checkpoint_is_no_place_to_go_on_from(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "manifest.json").touch()  # run.restore("checkpoints/step-00000010"): the next run starts from that too
     assert Here(tmp_path, DECIDE).steps(3) is None
-    assert capfd.readouterr().err.count("no checkpoint is saved: the script saves none") == 1
+    assert capfd.readouterr().err.count("no checkpoint is saved: the script neither saves") == 1
 
 
 def test_signals(monkeypatch: Any) -> None:
@@ -467,10 +467,10 @@ def test_sigterm_to_a_rank_is_passed_on_once_it_can_save(tmp_path: Path, monkeyp
     sent: list[tuple[int, int]] = []
     monkeypatch.setattr("paceline.state.preemption.os.kill", lambda *which: sent.append(which))
     first = Here(tmp_path, 0, restores=False)
-    assert told(f"{tmp_path}/error", SAVES) is None
+    assert read_message(f"{tmp_path}/error", SAVES) is None
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # there is nothing to save yet
     first.side.saves(tmp_path)
-    assert told(f"{tmp_path}/error", SAVES) == ""
+    assert read_message(f"{tmp_path}/error", SAVES) == ""
     signal.raise_signal(signal.SIGTERM)
     assert sent == [(os.getpid(), signal.SIGTERM)]
     child = os.fork()
@@ -479,12 +479,12 @@ def test_sigterm_to_a_rank_is_passed_on_once_it_can_save(tmp_path: Path, monkeyp
     assert os.waitpid(child, 0)[1] == 0
     first.side.close()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert told(f"{tmp_path}/error", SAVES) is None
-    assert told(f"{tmp_path}/error", CLOSED) == ""
+    assert read_message(f"{tmp_path}/error", SAVES) is None
+    assert read_message(f"{tmp_path}/error", CLOSED) == ""
     own = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         second = Here(tmp_path, 0)
-        assert told(f"{tmp_path}/error", CLOSED) is None
+        assert read_message(f"{tmp_path}/error", CLOSED) is None
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # the script's choice stays
         second.side.close()
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
@@ -498,9 +498,9 @@ def test_a_script_that_only_saves_is_saved_where_it_saved_last(tmp_path: Path, m
     here.side.saves(tmp_path / "some")
     here.side.saves(tmp_path / "others")
     assert (here.steps(9), here.saved, here.places) == (2, [2], [tmp_path / "others"])
-    said = told(f"{tmp_path}/error", SAVED)
+    said = read_message(f"{tmp_path}/error", SAVED)
     assert said is not None
-    assert f"The script restores nothing: call run.restore('{tmp_path / 'others'}') in it" in said
+    assert f"The script does not call run.restore: to resume from it, call run.restore('{tmp_path / 'others'}')" in said
 
 
 def test_ranks_that_are_being_ended_save_nothing(tmp_path: Path) -> None:
@@ -578,7 +578,7 @@ def test_sigterm_to_whomever_a_system_sends_it(job: Job, how: str, grace: list[s
         why = "asked to stop, and saved" if how == "alone" else "stopped by SIGTERM, after saving"
         assert re.search(rf"paceline: {why} \S+/step-0*\d+\.", err), err
         assert len(saved) == (2 if how == "only saves" else 1)
-        assert ("The script restores nothing" in err) == (how == "only saves")
+        assert ("The script does not call run.restore" in err) == (how == "only saves")
     else:
         assert code == -signal.SIGTERM or "paceline: stopped by SIGTERM; all ranks have ended.\n" in err
         assert not saved

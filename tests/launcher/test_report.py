@@ -250,7 +250,7 @@ def test_an_abort_by_gloo_says_that_ranks_made_other_calls() -> None:
     gloo = "terminate called after throwing an instance of 'gloo::EnforceNotMet'"
     text = describe([Ending(1, -6, 3.0)], [gloo])
     assert "rank 1 was killed by SIGABRT" in text
-    assert "Is a call that all must make made on some ranks only, as under `if run.main`" in text
+    assert "Do only some ranks make a call that all must make, such as under `if run.main`" in text
     assert "run.main" not in describe([Ending(1, -6, 3.0)], ["free(): invalid pointer"])
     assert "run.main" not in describe([Ending(1, -9, 3.0)], [gloo])
 
@@ -303,7 +303,7 @@ def test_escape_sequences_of_ranks_and_other_machines_do_not_reach_the_terminal(
         f"node 1 ({HOSTILE}): {HOSTILE}\n",
     ]
     for story in stories:
-        assert Outcome(1, story).story.count(CALM) >= 1
+        assert Outcome(1, story).report.count(CALM) >= 1
         say(story)
     for text in capfd.readouterr():
         assert not set(text) & set("\x1b\x07\x9b\r\u202e")

@@ -89,7 +89,7 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def lose_the_keeper(self) -> None:
         """While the ranks run, or after a failure, before the machines have met again."""
-        after = [machine.restarts.after_loss_of_keeper(machine.failed) for machine in self.machines]
+        after = [machine.restarts.after_loss_of_host(machine.failed) for machine in self.machines]
         if self.running and any(one is None for one in after):  # nobody can tell the others any more
             assert self.spent == self.most
             self.end()

@@ -23,7 +23,7 @@ from paceline.launcher.hosts import (
     Answer,
     Host,
     HostOptions,
-    Meeting,
+    HostRendezvous,
     addresses,
     counts,
     disagreements,
@@ -58,17 +58,21 @@ def test_a_hostfile_is_read() -> None:
 @pytest.mark.parametrize(
     ("hosts", "file", "said"),
     [
-        ("", None, "no host is named"),
-        ("a,b,a", None, "--hosts a,b,a: a is named 2 times. .* a:2, or --nproc 2"),
-        ("a:8,b", None, "said for some hosts and not for b"),
-        ("a:0", None, "a with '0' processes. .* --ssh-port"),
-        ("a:x", None, "a with 'x' processes"),
-        ("-oProxyCommand=x,b", None, "'-oProxyCommand=x' is no host's name"),
-        ("a b", None, "'a b' is no host's name"),
-        (None, "a slots=two", "--hostfile f, line 1: a with 'two' processes"),
-        (None, "a\nb max_slots=4", "line 2: 'b max_slots=4'. Write a host in each line, and `slots=N`"),
-        (None, "a slots=1 slots=2", "once"),
-        (None, "# nothing", "--hostfile f: no host is named"),
+        ("", None, "no host given"),
+        ("a,b,a", None, "--hosts a,b,a: a is given 2 times. .* a:2, or --nproc 2"),
+        ("a:8,b", None, "some hosts have a number of processes, but b has none"),
+        ("a:0", None, "a has '0' processes. .* --ssh-port"),
+        ("a:x", None, "a has 'x' processes"),
+        ("-oProxyCommand=x,b", None, "'-oProxyCommand=x' is not a host name"),
+        ("a b", None, "'a b' is not a host name"),
+        (None, "a slots=two", "--hostfile f, line 1: a has 'two' processes"),
+        (
+            None,
+            "a\nb max_slots=4",
+            "line 2: 'b max_slots=4' is invalid. Write one host per line, optionally with `slots=N`",
+        ),
+        (None, "a slots=1 slots=2", "one host per line"),
+        (None, "# nothing", "--hostfile f: no host given"),
         ("a", "b", "give one of them"),
     ],
 )
@@ -81,12 +85,16 @@ def test_processes_on_each_host() -> None:
     assert counts((Host("a"), Host("b")), None) == ["1", "1"]
     assert counts((Host("a"), Host("b")), "gpu") == ["gpu", "gpu"]
     assert counts((Host("a", 2), Host("b", 3)), None) == ["2", "3"]
-    with pytest.raises(LaunchError, match=r"--nproc 16, and a with 8 processes: say it once. .* not of all of them"):
+    with pytest.raises(
+        LaunchError, match=r"--nproc 16, but a has 8 processes. Give only one of them. .* not their sum"
+    ):
         counts((Host("a", 8), Host("b", 8)), "16")  # as Horovod's users write it
 
 
-def meeting(nnodes: str = "1", backend: str | None = None, **rest: Any) -> Meeting:
-    return Meeting(nnodes, backend, rest.get("endpoint"), rest.get("addr"), rest.get("port"), rest.get("further", {}))
+def meeting(nnodes: str = "1", backend: str | None = None, **rest: Any) -> HostRendezvous:
+    return HostRendezvous(
+        nnodes, backend, rest.get("endpoint"), rest.get("addr"), rest.get("port"), rest.get("further", {})
+    )
 
 
 def test_how_the_hosts_meet() -> None:
@@ -105,9 +113,9 @@ def test_how_the_hosts_meet() -> None:
 def test_numbers_of_machines_that_do_not_fit() -> None:
     assert (meeting().check(3), meeting("3").check(3), meeting("1:3").check(3)) == (3, 3, 1)
     for nnodes in ("2", "1:2", "two", "0:3"):
-        with pytest.raises(LaunchError, match=f"--nnodes {nnodes}, and 3 hosts are named"):
+        with pytest.raises(LaunchError, match=f"--nnodes {nnodes}, but 3 hosts are given"):
             meeting(nnodes).check(3)
-    with pytest.raises(LaunchError, match="--node-rank is of one machine, and --hosts starts 3"):
+    with pytest.raises(LaunchError, match="--node-rank is for one machine, but --hosts starts 3"):
         meeting(further={"node_rank": 0, "local_addr": None, "standalone": False}).check(3)
 
 
@@ -116,7 +124,7 @@ def test_variables_that_travel() -> None:
     assert passed_variables(here, ()) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "src"}
     assert passed_variables(here, ("HOME", "A=b=c", "NCCL_DEBUG="))["HOME"] == "/h"
     assert passed_variables(here, ("A=b=c", "NCCL_DEBUG=")) == {"NCCL_DEBUG": "", "PYTHONPATH": "src", "A": "b=c"}
-    with pytest.raises(LaunchError, match="--env NONE: it is not set here"):
+    with pytest.raises(LaunchError, match="--env NONE: not set here"):
         passed_variables(here, ("NONE",))
     with pytest.raises(LaunchError, match="--env 1=2: write NAME"):
         passed_variables(here, ("1=2",))
@@ -147,12 +155,12 @@ def test_the_command_line_of_ssh() -> None:
         (255, "@@@\n@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "-R a"),
         (255, "me@a: Permission denied (publickey,password).\n", "says: me@a: Permission denied .*`ssh-copy-id a`"),
         (255, "command-line: line 0: Bad configuration option: foo\n", "man ssh_config"),
-        (255, "something new\n", "ssh says: something new\n  Does `ssh -p 22 a true` work by hand"),
+        (255, "something new\n", "ssh says: something new\n  Does `ssh -p 22 a true` work"),
         (127, "env: '/p': No such file or directory\n", "/p cannot be run there .*--python"),
         (1, "/p: Error while finding module: No module named 'paceline'\n", "has no Paceline. Install version 1.2"),
-        (1, "/p: No module named paceline.on_host\n", "older than 1.2"),
-        (1, "This account is not available.\n", "said: This account is not available"),
-        (0, "", "said: nothing"),
+        (1, "/p: No module named paceline.on_host\n", "older than on this machine .1.2"),
+        (1, "This account is not available.\n", "printed: This account is not available"),
+        (0, "", "printed: nothing"),
     ],
 )
 def test_why_a_host_did_not_answer(code: int, said: str, told: str) -> None:
@@ -169,10 +177,10 @@ def test_hosts_that_do_not_agree() -> None:
     other = Answer(paceline="2", torch="2.14", python="3.12.0", script="y")
     told = disagreements(dict(zip(hosts, (good, other))), "1")
     assert [line.partition(":")[0].partition(".")[0] for line in told] == [
-        "host b has Paceline 2, and this machine 1",
+        "host b has Paceline 2, but this machine has 1",
         "The hosts have different versions of torch",
         "The hosts have different versions of Python",
-        "The script on b is not that on a",
+        "The script on b differs from the script on a",
     ]
 
 
@@ -205,14 +213,14 @@ def run(*words: str) -> str:
 
 
 def test_options_that_need_hosts() -> None:
-    assert "--ssh-port is for other hosts: give --hosts" in run("--ssh-port", "22", "train.py")
-    assert "--env is for other hosts" in run("--env", "A=1", "train.py")
+    assert "--ssh-port needs hosts: give --hosts" in run("--ssh-port", "22", "train.py")
+    assert "--env needs hosts" in run("--env", "A=1", "train.py")
 
 
 def test_settings_are_checked_here(tmp_path: Path) -> None:
     assert "precision" in run("--hosts", "a,b", "--precision", "fp31", "train.py")
     assert "cannot be read" in run("--hostfile", str(tmp_path / "none"), "train.py")
-    assert "are this machine. Name it once" in run("--hosts", "localhost,127.0.0.1", "train.py")
+    assert "refer to this machine. Give it once" in run("--hosts", "localhost,127.0.0.1", "train.py")
 
 
 def test_no_ssh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -256,8 +264,8 @@ def test_a_run_on_this_machine_needs_no_ssh(tmp_path: Path, capfd: pytest.Captur
     left = (tmp_path / "left").read_text()
     assert done.output == (
         "[localhost] {\"seed\": 4, \"compile\": false} ['--seed', '9', ''] x y True\n"
-        f"[localhost] paceline: a process goes on that a rank has started: {left} (sleep). `kill` ends it; no launcher "
-        "will.\n"
+        f"[localhost] paceline: a child process of a rank is still running: {left} (sleep). The launcher does not end "
+        "it; use `kill`.\n"
     )
 
 

@@ -78,8 +78,8 @@ def test_a_stopped_rank(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     head, first, second, away, *_ = end(place, code, capfd).splitlines()
     assert re.fullmatch(r"rank 0 has waited for other ranks for \d s\.", head)
     assert first == f"  rank 0 waits at script.py, line {line_of(code, '# the next')}, in all_reduce()"
-    assert re.fullmatch(r"  rank 1 is stopped by a signal; `kill -CONT \d+` lets it go on", second)
-    assert away == "  rank 1 has not come to it."
+    assert re.fullmatch(r"  rank 1 is stopped by a signal; `kill -CONT \d+` resumes it", second)
+    assert away == "  rank 1 has not reached that call."
 
 
 @pytest.mark.conformance
@@ -100,8 +100,10 @@ while not os.path.exists("over"): time.sleep(0.1)
     )
     assert started.returncode == 0, started.stderr
     assert re.search(r"rank 1 has been stopped for \d s\.", started.stderr)
-    assert re.search(r"rank 1 is stopped by a signal; `kill -CONT \d+` lets it go on", started.stderr)
-    assert re.search(r"the launcher, process \d+, is stopped by a signal\. The ranks go on", started.stderr)
+    assert re.search(r"rank 1 is stopped by a signal; `kill -CONT \d+` resumes it", started.stderr)
+    assert re.search(
+        r"the launcher, process \d+, is stopped by a signal\. The ranks continue without supervision", started.stderr
+    )
 
 
 def test_a_stopped_rank_is_named_where_others_have_failed_for_it() -> None:
@@ -112,7 +114,7 @@ def test_a_stopped_rank_is_named_where_others_have_failed_for_it() -> None:
         deadline = time.monotonic() + 10.0
         while not process_state.read_state(process.pid).stopped and time.monotonic() < deadline:
             time.sleep(0.01)
-        told = f"rank 2, a parameter server, is stopped by a signal; `kill -CONT {process.pid}` lets it go on\n"
+        told = f"rank 2, a parameter server, is stopped by a signal; `kill -CONT {process.pid}` resumes it\n"
         assert stopped_in_words({2: process.pid}, lambda rank: "a parameter server") == told
     finally:
         process.kill()
@@ -132,8 +134,8 @@ sys.exit(launcher.run(sys.argv[1], nproc=2))
 def test_an_endless_loop(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     code = PLAIN + "if rank == 1:\n    arrived()\n    while True: pass  # here\ndist.all_reduce(total)\n"
     err = end(place, code, capfd)
-    assert f"\n  rank 1 computes at script.py, line {line_of(code, '# here')}\n" in err
-    assert "rank 1 has not come to it." in err
+    assert f"\n  rank 1 is computing at script.py, line {line_of(code, '# here')}\n" in err
+    assert "rank 1 has not reached that call." in err
 
 
 @pytest.mark.conformance
@@ -184,7 +186,7 @@ for batch in run.loader(Slow(), global_batch=4, num_workers=1):  # the loop
     assert f"\n  rank 1 is at script.py, line {loop}, where it waits for its DataLoader\n" in err, err
     worker = r"\n    its DataLoader worker, process \d+, is "
     if stop:
-        assert re.search(worker + r"stopped by a signal; `kill -CONT \d+` lets it go on\n", err), err
+        assert re.search(worker + r"stopped by a signal; `kill -CONT \d+` resumes it\n", err), err
     else:
         assert re.search(worker + rf"at script\.py, line {line_of(code, '# here')}\n", err), err
 
@@ -275,8 +277,8 @@ def test_a_batch_is_counted_by_one_write_into_memory(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stall_seconds": 0.0}, r"--stall-timeout 0: give seconds, above 0, as 300"),
-        ({"stall_action": "stop"}, "--stall-action stop: there is no such action. Give one of say, end, restart"),
+        ({"stall_seconds": 0.0}, r"--stall-timeout 0: give seconds above 0, such as 300"),
+        ({"stall_action": "stop"}, "--stall-action stop: unknown action. Give one of say, end, restart"),
         ({"stall_action": "restart"}, "--stall-action restart: no restart is allowed. Give --max-restarts N too"),
     ],
 )
@@ -293,11 +295,11 @@ def test_states() -> None:
     assert process_state.parse_stat(stat) == ("D", 7)
     waits = ProcessState("D", wait_channel="nfs_wait")
     assert process_state.describe(12, waits) == "waits in the kernel for a disk or a device, in nfs_wait (process 12)"
-    assert process_state.describe(12, ProcessState("t")) == "is held by a debugger (process 12)"
+    assert process_state.describe(12, ProcessState("t")) == "is stopped by a debugger (process 12)"
     assert process_state.describe(12, ProcessState("S")) == ""
     now, before = ProcessState("S", 500, 3 << 30), ProcessState("S", 100, 3 << 30)
     assert process_state.describe(12, now, before, 4.0) == (
-        "is swapping: 3.0 GiB of process 12 lie in swap space, 100 page faults a second"
+        "is swapping: 3.0 GiB of process 12 are in swap space, 100 page faults per second"
     )
     assert process_state.describe(12, now, before, 400.0) == ""
     assert process_state.read_state(os.getpid()).code == process_state.RUNNING
@@ -397,7 +399,7 @@ def test_ranks_that_all_wait_for_each_other_are_told_soon(
     assert (place / "arrived").exists(), err
     assert f"\n  rank 0 waits at script.py, line {line_of(code, '# zero')}, in all_reduce()\n" in err, err
     assert f"\n  rank 1 waits at script.py, line {line_of(code, '# one')}, in all_reduce()\n" in err, err
-    assert "\n  All ranks wait, each for others.\n" in err, err
+    assert "\n  All ranks wait for each other.\n" in err, err
     assert "Every rank must make the same calls in the same order" in err, err
 
 
@@ -432,8 +434,8 @@ for step, (batch,) in enumerate(run.loader(data, global_batch=4)):
     (place / "script.py").write_text(script)
     assert launcher.run("script.py", nproc=2) == STALLED
     story = capfd.readouterr().err
-    assert "All ranks wait, each for others." in story
-    assert "By these numbers they wait in vain: the run is ended." in story
+    assert "All ranks wait for each other." in story
+    assert "These call numbers can never match, so the run ends." in story
 
 
 def calls(number: int, ended: int, name: str = "all_reduce", *, group: str = "0", queued: int = 1) -> GroupCalls:
@@ -483,7 +485,7 @@ else:
     time.sleep(300)
 """
     err = end(place, code, capfd)
-    where = "in call 3, all_reduce of float32 [2, 3], with 1 more behind it"
+    where = "in call 3, all_reduce of float32 [2, 3], with 1 more queued"
     after = "in none, after call 2, broadcast of float32 [1]"
     assert f"\n  In group default_pg (gloo): rank 0 is {where}; rank 1 is {after}.\n" in f"{err}\n", err
 

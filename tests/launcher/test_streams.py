@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from paceline import world
 from paceline.launcher import streams
 from paceline.launcher.output import Output
 from paceline.launcher.stop_request import StopRequest
-from paceline.world import LEFT, SAVED, take_back, tell_launcher, told, was_told
+from paceline.world import LEFT, SAVED, read_message, send_to_launcher, was_sent, withdraw
 
 DEADLINE_SECONDS = 120.0
 PACELINE = f"{sys.executable} -m paceline"
@@ -38,6 +39,30 @@ def shell(line: str, folder: Path, **environ: str) -> subprocess.CompletedProces
 
 
 # ---------------------------------------------------------------- streams
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a pipe that keeps each write apart (O_DIRECT) is Linux's")
+def test_each_write_ends_at_a_line_end_so_that_rank_0_writes_between_lines() -> None:
+    """A write of more than one pipe page is cut; rank 0, which has the same pipe, may write at every cut."""
+    lines = b"".join(b"%d " % number + b"x" * (number % 90) + b"\n" for number in range(400))
+    reader, writer = os.pipe2(os.O_DIRECT)
+    assert streams.unwritten(writer, lines, time.monotonic() + DEADLINE_SECONDS) == b""
+    os.close(writer)
+    with open(reader, "rb", buffering=0) as file:
+        writes = list(iter(lambda: file.read(65536), b""))
+    assert b"".join(writes) == lines
+    assert len(writes) > 1
+    assert all(written.endswith(b"\n") for written in writes)
+
+
+def test_a_line_longer_than_a_page_is_written_whole() -> None:
+    reader, writer = os.pipe()
+    text = b"short\n" + b"x" * 10_000 + b"\nshort\n"
+    assert streams.unwritten(writer, text, time.monotonic() + DEADLINE_SECONDS) == b""
+    os.close(writer)
+    with open(reader, "rb") as file:
+        assert file.read() == text
+
 
 # Rank 1 fails at the first start, so that the launcher has something to say.
 SCRIPT = """
@@ -93,7 +118,7 @@ def test_a_command_whose_output_has_no_room(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     done = shell("paceline submit --slurm --dry-run train.py >/dev/full", tmp_path)
     assert done.returncode == 120
-    assert done.stderr == "paceline: the output cannot be written: No space left on device.\n"
+    assert done.stderr == "paceline: cannot write the output: No space left on device.\n"
 
 
 @pytest.fixture
@@ -159,18 +184,18 @@ def test_messages_of_a_rank_go_into_memory_where_the_disk_takes_none(tmp_path: P
     folder = tmp_path / "gone"  # as where the folder cannot be written, whoever the user is
     path = str(folder / "error-1")
     environ = {"PACELINE_ERROR_FILE": path}
-    assert tell_launcher(environ, SAVED, "somewhere")
-    assert told(path, SAVED) == "somewhere"
+    assert send_to_launcher(environ, SAVED, "somewhere")
+    assert read_message(path, SAVED) == "somewhere"
     assert (memory / "gone").stat().st_mode & 0o777 == 0o700
-    take_back(environ, SAVED)
-    assert not was_told(path, SAVED)
+    withdraw(environ, SAVED)
+    assert not was_sent(path, SAVED)
     # Another user's folder, or one that others can write, is not used.
     (memory / "gone").chmod(0o777)
-    assert not tell_launcher(environ, SAVED, "somewhere")
-    assert told(path, SAVED) is None
+    assert not send_to_launcher(environ, SAVED, "somewhere")
+    assert read_message(path, SAVED) is None
     shutil.rmtree(memory)
-    assert not tell_launcher(environ, LEFT)  # and raises nothing
-    assert not tell_launcher({}, LEFT)
+    assert not send_to_launcher(environ, LEFT)  # and raises nothing
+    assert not send_to_launcher({}, LEFT)
 
 
 def test_a_stop_file_that_cannot_be_written_ends_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +203,7 @@ def test_a_stop_file_that_cannot_be_written_ends_nothing(tmp_path: Path, capfd: 
     request.poll(asked=True)
     request.end()
     assert not request.works
-    assert capfd.readouterr().err.count("so that a signal cannot ask this run to save a checkpoint") == 1
+    assert capfd.readouterr().err.count("so a signal cannot ask this run to save a checkpoint") == 1
 
 
 @pytest.fixture

@@ -282,5 +282,5 @@ POD = {
 def test_a_pod_of_a_pytorchjob() -> None:
     assert from_env(POD) == World(1, 2, 0, 1, 1, 2, "torchrun", "job-master-0", 23456)
     assert from_env({**POD, "PET_NPROC_PER_NODE": "1"}).local_size == 1
-    with pytest.raises(WorldError, match=r"PET_NPROC_PER_NODE=2, and LOCAL_RANK is not set: .* `paceline run"):
+    with pytest.raises(WorldError, match=r"PET_NPROC_PER_NODE=2, but LOCAL_RANK is not set: .* `paceline run"):
         from_env({**POD, "PET_NPROC_PER_NODE": "2", "WORLD_SIZE": "4"})  # it would wait for two that nobody starts

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import paceline
-from paceline.data.elsewhere import of_run
+from paceline.data.foreign_names import of_run
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "examples" / "migrate"

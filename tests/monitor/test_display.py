@@ -124,7 +124,7 @@ def test_plain_lines_where_there_is_no_terminal(
     lines = err.splitlines()
     threads = torch.get_num_threads()  # 1 where OMP_NUM_THREADS says so
     noun = "thread" if threads == 1 else "threads"
-    assert lines[0] == f"paceline: 1 process, cpu, strategy single, {threads} {noun} a process"
+    assert lines[0] == f"paceline: 1 process, cpu, strategy single, {threads} {noun} per process"
     assert lines[1] == "paceline: global batch 4"
     assert lines[2] == "paceline: precision fp32, seed 0"
     assert lines[3] == "paceline: set: tf32=true (float32 products with 10 bits of mantissa)"

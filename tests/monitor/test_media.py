@@ -103,7 +103,7 @@ def test_in_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_json_lines_and_where_no_tracker_takes_images(tmp_path: Path) -> None:
-    with pytest.raises(UserWarning, match=r"run\.log_image: no tracker of this run takes that"):
+    with pytest.raises(UserWarning, match=r"run\.log_image: no tracker of this run supports it"):
         train(tmp_path, "jsonl")
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     (found,) = [line["histogram"]["weights"] for line in lines if "histogram" in line]
@@ -139,9 +139,9 @@ def test_pictures() -> None:
     assert media.image("x", np.ones((1, 2, 2), dtype=bool)).max() == 255
     for value, says in (
         (torch.zeros(4, 4, 3), r"It looks like \(height, width, channels\): permute\(2, 0, 1\)"),
-        (torch.zeros(2, 3, 4, 4), r"of shape \(2, 3, 4, 4\)"),
-        (torch.randn(3, 4, 4) * 9, "Undo the normalisation"),
-        (torch.full((4, 4), 300), "whole numbers from 0 to 255"),
+        (torch.zeros(2, 3, 4, 4), r"the image has shape \(2, 3, 4, 4\)"),
+        (torch.randn(3, 4, 4) * 9, "undo the normalisation"),
+        (torch.full((4, 4), 300), "integers from 0 to 255"),
         ("picture.png", "not str"),
     ):
         with pytest.raises(UsageError, match=says):

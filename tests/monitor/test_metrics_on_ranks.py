@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 from paceline.errors import SettingError, UsageError
 from paceline.monitor import exchange
 from paceline.run import Run
@@ -43,13 +43,13 @@ def data(count: int = EXAMPLES) -> TensorDataset:
 def started(**settings: Any) -> Iterator[tuple[Run, Path]]:
     """A run with a log directory that all ranks name and rank 0 has."""
     with tempfile.TemporaryDirectory() as own:
-        folder = Path(collectives.broadcast_object(own))
+        folder = Path(world_group().broadcast(own))
         run = paceline.start(**{"log_dir": folder, "log_every": EVERY, "progress": "off", **settings})
         try:
             yield run, folder
         finally:
             run.close()
-            collectives.barrier()
+            world_group().barrier()
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -214,7 +214,7 @@ def test_ranks_never_disagree_about_when_to_exchange() -> None:
                 run.step(optimizer)
                 time.sleep(0.004 * run.world.rank)
                 sent.append(send.call_count)
-        everyone = collectives.gather_objects(sent)
+        everyone = world_group().gather(sent)
         assert all(own == sent for own in everyone)
         # It takes less than a second here; a step would have to take half of one for more exchanges.
         assert 3 <= sent[-1] <= len(sent) // 2, f"{sent[-1]} exchanges in {len(sent)} steps"
@@ -235,22 +235,22 @@ def test_a_look_at_a_batch_on_one_rank_disturbs_nobody() -> None:
 @pytest.mark.ranks(2, full=3)
 def test_a_log_directory_that_cannot_be_written_is_named_on_all_ranks() -> None:
     with tempfile.NamedTemporaryFile() as file:
-        folder = collectives.broadcast_object(f"{file.name}/logs")
+        folder = world_group().broadcast(f"{file.name}/logs")
         try:
             paceline.start(log_dir=folder)
             raise AssertionError("it was taken")
         except SettingError as error:
             assert f"log_dir={folder!r}: rank 0 cannot write there" in str(error), str(error)
-        collectives.barrier()
+        world_group().barrier()
 
 
 @pytest.mark.ranks(2, full=3)
 def test_settings_that_differ_are_named_on_all_ranks() -> None:
     try:
-        paceline.start(log_dir="logs" if collectives.rank_of() else None)
+        paceline.start(log_dir="logs" if world_group().rank else None)
         raise AssertionError("it was taken")
     except SettingError as error:
-        assert "log_dir given: False on rank 0, True on rank 1" in str(error), str(error)
+        assert "log_dir is set: False on rank 0, True on rank 1" in str(error), str(error)
 
 
 @pytest.mark.ranks(2, full=3)
@@ -320,7 +320,7 @@ def update(name: str, metric: Any, scores: Tensor, labels: Tensor) -> None:
 def test_torchmetrics_are_those_of_one_process() -> None:
     """Uneven parts, and a last rank that has none, where torchmetrics' own way ends the process (AUROC)."""
     warnings.simplefilter("ignore")
-    count, size, rank = 23, collectives.size_of(), collectives.rank_of()
+    count, size, rank = 23, world_group().size, world_group().rank
     scores, labels = predictions(count)
     bounds = [count * part // (size - 1) for part in range(size)] + [count]
     mine = slice(bounds[rank], bounds[rank + 1])

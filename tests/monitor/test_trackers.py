@@ -166,7 +166,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(tmp_path: Path) ->
         run.log(a=2)
     run.close()
     assert [(str(w.message), w.filename) for w in caught if "Broken" in str(w.message)] == [
-        ("the tracker Broken failed in log and is left out from here on: OSError: the disk is full", __file__)
+        ("the tracker Broken failed in log and is dropped: OSError: the disk is full", __file__)
     ]
     assert len(jsonl(tmp_path)) == 2
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.replicas import replicas_here as current
+from paceline.comm.mesh import replicas_here as current
 from paceline.errors import ModelError
 from paceline.norm.batchnorm import GlobalSyncBatchNorm, convert
 

@@ -181,8 +181,8 @@ def test_what_cannot_be_converted_is_named_and_nothing_is_changed() -> None:
     patched = nn.BatchNorm2d(4)
     patched.forward = lambda input: input  # type: ignore[method-assign]
     refused = [
-        (Own(4), r"Batch norm 1\.bn \(Own\) has a forward of its own.*batch_norm='shard'"),
-        (patched, r"Batch norm 1\.bn \(BatchNorm2d\) has a forward of its own"),
+        (Own(4), r"Batch norm 1\.bn \(Own\) has a custom forward.*batch_norm='shard'"),
+        (patched, r"Batch norm 1\.bn \(BatchNorm2d\) has a custom forward"),
         (nn.LazyBatchNorm2d(), r"Batch norm 1\.bn \(LazyBatchNorm2d\) has no channels yet.*Run the model once"),
         (torch.jit.script(nn.BatchNorm2d(4)), r"Batch norm 1\.bn \(BatchNorm2d\) is a compiled TorchScript module"),
     ]

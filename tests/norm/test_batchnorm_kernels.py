@@ -26,15 +26,14 @@ from tests.ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline.comm import mesh
-from paceline.comm.mesh import Replicas
-from paceline.comm.replicas import ProcessReplicas
+from paceline.comm.mesh import Replicas, world_group
 from paceline.norm import batchnorm, batchnorm_kernels, biases
 from paceline.norm.batchnorm import convert
 
 
 @contextlib.contextmanager
 def over_processes() -> Iterator[None]:
-    with mesh.current().computing(ProcessReplicas()), in_place_of_the_kernels():
+    with mesh.current().computing(world_group()), in_place_of_the_kernels():
         yield
 
 

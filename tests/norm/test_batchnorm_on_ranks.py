@@ -27,16 +27,16 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.comm import mesh
-from paceline.comm.replicas import ProcessReplicas
-from paceline.comm.replicas import replicas_here as current
+from paceline.comm.mesh import replicas_here as current
+from paceline.comm.mesh import world_group
 from paceline.errors import ModelError
 from paceline.norm.batchnorm import convert
-from paceline.step.messages import batch_norm_cut
+from paceline.step.messages import batch_norm_split
 
 
 @contextmanager
 def over_processes() -> Iterator[None]:
-    with mesh.current().computing(ProcessReplicas()):
+    with mesh.current().computing(world_group()):
         yield
 
 
@@ -143,7 +143,7 @@ def test_what_is_refused_depends_on_the_sizes_and_not_on_the_number_of_processes
         try:
             next(iter(run.loader(data, global_batch=8, micro_batch=micro_batch, name=str(micro_batch))))
         except ModelError as error:
-            assert str(error) == batch_norm_cut(str(micro_batch), 8, micro_batch or 0)
+            assert str(error) == batch_norm_split(str(micro_batch), 8, micro_batch or 0)
             refused.append(micro_batch)
     assert refused == ([] if strategy == "local_sgd" else [2, 4, 7])
     next(iter(run.loader(data, global_batch=8, micro_batch=2, train=False)))

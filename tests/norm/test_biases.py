@@ -216,7 +216,7 @@ def test_one_process_says_once_which_biases_have_no_effect(capfd: pytest.Capture
     biases.same_as_plain(biases.under(4, progress="lines"), biases.plain(4).state_dict())
     said = capfd.readouterr().err
     assert said.count("the bias of 0, 3 has no effect, since batch norm follows") == 1
-    assert "Write bias=False." in said
+    assert "Use bias=False." in said
 
 
 def test_weight_decay_still_acts_on_them() -> None:

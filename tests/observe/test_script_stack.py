@@ -1,4 +1,4 @@
-"""Whose code a file is, where script, libraries and Paceline may lie; and doctor installed among the libraries."""
+"""Does a file belong to the script, a library or Paceline? Also with doctor installed among the libraries."""
 
 from __future__ import annotations
 

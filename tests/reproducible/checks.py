@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import paceline
-from paceline.comm import collectives, tree_sums
+from paceline.comm import tree_sums
+from paceline.comm.mesh import world_group
 from paceline.errors import ModelError, SettingError
 
 EXAMPLES, BATCH, TOKENS, WORDS = 37, 10, 6, 11  # the last global batch has 7
@@ -225,7 +226,7 @@ def hashes(kinds: list[Kind], strategy: str | None = None) -> list[str]:
     for kind in kinds:
         losses = Losses()
         found.append(train(kind, STEPS, losses=losses, strategy=strategy))
-        found.append(repr(collectives.broadcast_object(losses.seen)[:2]))  # whole windows of three steps
+        found.append(repr(world_group().broadcast(losses.seen)[:2]))  # whole windows of three steps
     return found
 
 

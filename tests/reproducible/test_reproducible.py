@@ -138,7 +138,7 @@ def test_another_number_of_shards_or_threads_is_another_hash(monkeypatch: pytest
 
 def test_a_checkpoint_of_other_shards_or_threads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(KINDS[0], 2, tmp_path, save=True)
-    with pytest.raises(CheckpointError, match="reproducible: 4, and this run has 5"):
+    with pytest.raises(CheckpointError, match="reproducible: 4, but this run has 5"):
         train(("images", 5, "fp32", None), STEPS, tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     with pytest.raises(CheckpointError, match="Start with OMP_NUM_THREADS=1"):
@@ -296,7 +296,7 @@ def test_what_cannot_be_made_reproducible_is_refused() -> None:
     def from_outside(run: Any, model: nn.Module, optimizer: Any, batch: Any) -> None:
         run.forward_backward(lambda own, x: own(x).mean() + normed[0].weight.square().sum(), model, batch)
 
-    with pytest.raises(UsageError, match="use the `model` of loss_fn"):
+    with pytest.raises(UsageError, match="Use the `model` of loss_fn"):
         loop(normed, from_outside)
 
     def late(run: Any, model: nn.Module, optimizer: Any, batch: Any) -> None:
@@ -309,7 +309,7 @@ def test_what_cannot_be_made_reproducible_is_refused() -> None:
         for _ in run.loader([torch.ones(2)] * 8, global_batch=8, micro_batch=2, name="small"):
             pass
 
-    with pytest.raises(ModelError, match="micro_batch=2 cuts a global batch of 8"):
+    with pytest.raises(ModelError, match="micro_batch=2 splits a global batch of 8"):
         loop(normed, small)
     with pytest.raises(ModelError, match=r"Counting.*changes a buffer"):
         loop(Counting(), usual)

@@ -246,7 +246,7 @@ def test_without_its_manifest_a_directory_is_no_checkpoint(three: Path) -> None:
     (three / "step-00000003" / "manifest.json").unlink()
     found = find(three)
     assert found == (three / "step-00000002", 2, [f"{three / 'step-00000003' / 'manifest.json'}: missing"])
-    with pytest.raises(CheckpointError, match=r"step-00000003 is no whole checkpoint.*manifest\.json: missing"):
+    with pytest.raises(CheckpointError, match=r"step-00000003 is not an intact checkpoint.*manifest\.json: missing"):
         read(three / "step-00000003")
 
 
@@ -259,7 +259,7 @@ def test_when_none_is_whole_the_error_names_each_file_and_hash(three: Path) -> N
     for step in (1, 2, 3):
         flip(three / f"step-0000000{step}" / "model.safetensors", -1)
     (three / "step-00000002" / "optimizer.json").unlink()
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint") as caught:
+    with pytest.raises(CheckpointError, match="holds no intact checkpoint") as caught:
         find(three)
     lines = re.findall(r"  (\S+): (.*)", str(caught.value))
     assert [(Path(path).parent.name, Path(path).name) for path, _ in lines] == [
@@ -318,17 +318,17 @@ def test_a_manifest_reaches_no_file_outside_its_directory(three: Path, name: str
 def test_where_there_is_nothing_the_error_says_what_there_is(tmp_path: Path) -> None:
     (tmp_path / "chekpoints").mkdir()
     missing = tmp_path / "checkpoints" / "run1"
-    with pytest.raises(CheckpointError, match=r"checkpoints/run1 does not exist.* holds: chekpoints\."):
+    with pytest.raises(CheckpointError, match=r"checkpoints/run1 does not exist.* contains: chekpoints\."):
         find(missing)
     assert not holds_checkpoint(missing)
     empty = tmp_path / "chekpoints"
-    with pytest.raises(CheckpointError, match=r"holds no checkpoint .* Found there: nothing\."):
+    with pytest.raises(CheckpointError, match=r"holds no checkpoint .* It contains: nothing\."):
         find(empty)
     assert not holds_checkpoint(empty)
     for number in range(10):
         (empty / f"model{number}.pt").touch()
     (empty / "manifest.json").write_text("{}")  # a web site's, say
-    with pytest.raises(CheckpointError, match=r"Found there: manifest\.json, model0\.pt, .* and 3 more\."):
+    with pytest.raises(CheckpointError, match=r"It contains: manifest\.json, model0\.pt, .* and 3 more\."):
         find(empty)
     assert not holds_checkpoint(empty)
 
@@ -342,7 +342,7 @@ def test_a_file_in_place_of_the_directory_is_named(tmp_path: Path) -> None:
         lambda: holds_checkpoint(file),
         lambda: save(file / "a", 1),
     ):
-        with pytest.raises(CheckpointError, match=rf"{file}.*Give another path"):
+        with pytest.raises(CheckpointError, match=rf"{file}.*Use another path"):
             call()
     assert file.read_text() == "x"
 

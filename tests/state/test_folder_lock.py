@@ -64,8 +64,11 @@ def without_kernel_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
+    """As the owner writes: a reader finds the former record or this one, and never half of one."""
     record = json.loads((folder / FILE).read_text())
-    (folder / FILE).write_text(json.dumps(record | changes))
+    with open(folder / FILE, "r+b", buffering=0) as file:
+        file.write(json.dumps(record | changes).encode())
+        file.truncate()
 
 
 @pytest.mark.parametrize("kernel", [True, False])
@@ -221,7 +224,8 @@ for batch in loader:
         Path("held").touch()
     if sys.argv[1] == "short" and run.steps >= 4:
         break
-    time.sleep(0.02)
+    if sys.argv[1] == "long" and run.steps == 3:
+        time.sleep(300)  # until it is killed
 print("ends at", run.steps)
 """
 

@@ -49,7 +49,7 @@ def trained(
 
 
 def lines(capfd: pytest.CaptureFixture[str]) -> list[str]:
-    return [line for line in capfd.readouterr().err.splitlines() if "checkpoint's" in line or "script's" in line]
+    return [line for line in capfd.readouterr().err.splitlines() if line.startswith("paceline: using ")]
 
 
 def test_the_checkpoint_wins_with_a_line_for_each(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -58,11 +58,11 @@ def test_the_checkpoint_wins_with_a_line_for_each(tmp_path: Path, capfd: pytest.
         optimizer, rates, _ = trained(tmp_path, 2, lr=0.02, betas=(0.8, 0.9), weight_decay=0.0)
         assert set(rates) <= {0.1}
         assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
-        remedy = "To go on with the script's: run.restore(directory, hyperparameters='script')."
+        remedy = "To use the script's value: run.restore(directory, hyperparameters='script')."
         assert lines(capfd) == [
-            f"paceline: lr=0.1 is the checkpoint's, in place of 0.02 in this script. {remedy}",
-            f"paceline: betas=[0.9, 0.999] is the checkpoint's, in place of [0.8, 0.9] in this script. {remedy}",
-            f"paceline: weight_decay=0.01 is the checkpoint's, in place of 0.0 in this script. {remedy}",
+            f"paceline: using lr=0.1 from the checkpoint (this script has 0.02). {remedy}",
+            f"paceline: using betas=[0.9, 0.999] from the checkpoint (this script has [0.8, 0.9]). {remedy}",
+            f"paceline: using weight_decay=0.01 from the checkpoint (this script has 0.0). {remedy}",
         ]
     trained(tmp_path, 3)
     assert lines(capfd) == []
@@ -74,8 +74,8 @@ def test_the_script_wins_where_it_is_asked_for(tmp_path: Path, capfd: pytest.Cap
     assert set(rates) == {0.02}
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     assert lines(capfd) == [
-        "paceline: lr=0.02 is this script's, in place of 0.1 in the checkpoint.",
-        "paceline: betas=[0.8, 0.9] is this script's, in place of [0.9, 0.999] in the checkpoint.",
+        "paceline: using lr=0.02 from this script (the checkpoint has 0.1).",
+        "paceline: using betas=[0.8, 0.9] from this script (the checkpoint has [0.9, 0.999]).",
     ]
     assert optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 10  # its state is the checkpoint's
     trained(tmp_path, 3, lr=0.02, betas=(0.8, 0.9))
@@ -109,13 +109,13 @@ def test_the_scripts_schedule_is_moved_on(name: str, tmp_path: Path, capfd: pyte
     trained(tmp_path / "b", 1, schedule)
     _, own, _ = trained(tmp_path / "b", 2, schedule, whose="script", lr=0.02)
     assert own == pytest.approx(whole[5:], rel=1e-12)
-    assert any(line.startswith("paceline: lr=") or "max_lr=" in line for line in lines(capfd))
+    assert any(line.startswith("paceline: using lr=") or "max_lr=" in line for line in lines(capfd))
 
 
 def test_a_changed_schedule(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trained(tmp_path, 1, lambda optimizer: schedules.StepLR(optimizer, 3, 0.5))
     _, rates, _ = trained(tmp_path, 2, lambda optimizer: schedules.StepLR(optimizer, 4, 0.5))
-    assert "step_size=3 of scheduler 0 is the checkpoint's, in place of 4 in this script" in lines(capfd)[0]
+    assert "using step_size=3 of scheduler 0 from the checkpoint (this script has 4)" in lines(capfd)[0]
     assert rates == [0.025] * 3 + [0.0125] * 2
 
 
@@ -128,5 +128,5 @@ def test_on_several_processes(strategy: str, tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_neither(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"run\.restore\(hyperparameters='mine'\): 'checkpoint'"):
+    with pytest.raises(SettingError, match=r"run\.restore\(hyperparameters='mine'\): write 'checkpoint'"):
         trained(tmp_path, 1, whose="mine")

@@ -173,7 +173,7 @@ def test_nothing_of_it_is_left_in_memory_whatever_is_killed(job: Job, whom: str)
         assert time.monotonic() - began < DEADLINE_SECONDS
         time.sleep(0.1)
     if whom == "ranks":
-        assert "What the other ranks printed is in" in err
+        assert "The output of the other ranks is in" in err
         assert [path.name for path in (job.folder / "tmp").glob("paceline*/*")] == ["rank-1.log"]
 
 
@@ -183,13 +183,16 @@ def test_workers_that_are_not_in_step_say_that_nothing_is_kept(job: Job) -> None
     line = ["--nproc", "3", "--max-restarts", "1", "--memory-every", "2", "train.py", "parameter_server:mode=async"]
     _, end, err = job.run(*line)
     assert end.startswith("ends at")
-    assert err.count("no checkpoint is kept in memory (--memory-every): the processes are not in step") == 1
+    assert err.count("in-memory checkpoints (--memory-every) are disabled: the processes do not run in step") == 1
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--memory-every", "5"], "--memory-every 5: what is kept in memory is for a restart, and none is allowed"),
+        (
+            ["--memory-every", "5"],
+            "--memory-every 5: in-memory checkpoints are for restarts, but no restart is allowed",
+        ),
         (["--memory-every", "0", "--max-restarts", "1"], "--memory-every 0: give a number of steps"),
     ],
 )
@@ -279,7 +282,7 @@ def test_where_memory_has_no_room_the_disk_is_used_and_else_it_is_said(
     for _ in range(4):
         kept.step()
     err = capsys.readouterr().err
-    assert err.count("no checkpoint is kept in memory (--memory-every): a checkpoint takes 0 MB, and ") == 1
+    assert err.count("in-memory checkpoints (--memory-every) are disabled: a checkpoint needs 0 MB, but ") == 1
     assert kept.found(tmp_path / "disk" / "kept") == [2]
 
 
@@ -291,7 +294,7 @@ def test_what_cannot_be_written_is_said_once_and_the_training_goes_on(
     for _ in range(6):
         kept.step()
     err = capsys.readouterr().err
-    assert err.count("no checkpoint is kept in memory") == 1
+    assert err.count("in-memory checkpoints (--memory-every) are disabled") == 1
     assert "tracked" in err
     assert kept.made == 6
 
@@ -306,8 +309,8 @@ def test_a_machine_that_cannot_write_says_so_once(
     kept.kept.begin()
     for _ in range(6):
         kept.step()
-    told = "paceline: on machine 0 no checkpoint is kept in memory: can't start new thread.\n"
-    assert capsys.readouterr().err == told
+    line = "paceline: machine 0 stores no in-memory checkpoints: can't start new thread.\n"
+    assert capsys.readouterr().err == line
 
 
 def test_the_launchers_wish_is_read() -> None:

@@ -20,8 +20,7 @@ import torch
 from tests.ports import free_port
 from torch import nn
 
-from paceline.comm import collectives
-from paceline.state import checkpoint
+from paceline.state import checkpoint, newest_state
 from paceline.state.newest_state import NewestState
 from paceline.strategies.kit.named_parameters import replicated_state
 from paceline.world import ERROR_FILE, HANDOVER, KEEPS
@@ -236,7 +235,7 @@ def test_a_full_disk_costs_the_newest_state_and_nothing_else(job: Job, whole: st
     script.write_text(SCRIPT.replace('run.print("starts', limit + 'run.print("starts'))
     starts, end, err = job.run("--nproc", "2", "--max-restarts", "1", "train.py", "ddp", "0=5:forward:1")
     assert (starts, end) == ([0, 0], whole), err
-    assert "paceline: the state after step 5 is not handed on: A checkpoint could not be saved" in err
+    assert "paceline: the state after step 5 is not saved for the restart: A checkpoint could not be saved" in err
     assert "rank 1 was killed by SIGKILL" in err
 
 
@@ -288,13 +287,13 @@ class Rank:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(ERROR_FILE, str(folder / "error"))
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-        monkeypatch.setattr(collectives, "size_of", lambda group=None: 2)
+        monkeypatch.setattr(newest_state, "world_group", lambda: SimpleNamespace(size=2, rank=0))
         self.keeps = Path(f"{folder}/error{KEEPS}")
         self.net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
         self.made, self.tracked = 0, dict[str, Any]()
         self.mean = torch.zeros(2**17)  # of a tracked object, too large to be copied by itself
-        strategy: Any = SimpleNamespace(own_state=lambda: replicated_state([self.net], [self.optimizer]))
+        strategy: Any = SimpleNamespace(local_state=lambda: replicated_state([self.net], [self.optimizer]))
         state: Any = SimpleNamespace(
             tracked=self.tracked,
             parts_beside_models=lambda run, streams: {
@@ -344,7 +343,7 @@ def test_what_the_next_forward_changes_is_handed_on_as_it_was(rank: Rank) -> Non
     assert rank.keeps.exists()
     rank.net(torch.randn(4, 2))  # moves the statistics of batch norm
     rank.optimizer.param_groups[0]["lr"] = 0.5
-    rank.newest.hand_on(GONE)
+    rank.newest.save_newest(GONE)
     parts = rank.handed_on()
     assert parts is not None
     assert parts["run"]["updates"] == [3]
@@ -383,7 +382,7 @@ def test_of_a_small_model_the_state_of_the_note_is_handed_on_whatever_came_after
     weights = {name: value.clone() for name, value in rank.net.state_dict().items()}
     moments = [state["momentum_buffer"].clone() for state in rank.optimizer.state.values()]
     meddle(rank, how)
-    rank.newest.hand_on(GONE)
+    rank.newest.save_newest(GONE)
     parts = rank.handed_on()
     assert parts is not None
     assert parts["run"]["updates"] == [4]
@@ -397,7 +396,7 @@ def test_of_a_small_model_the_state_of_the_note_is_handed_on_whatever_came_after
 def test_what_is_not_that_of_the_note_is_not_handed_on(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.state.newest_state._MOST_COPIED", 0)  # as of a large model
+    monkeypatch.setattr("paceline.state.newest_state._MAX_COPIED_BYTES", 0)  # as for a large model
     rank = Rank(tmp_path, monkeypatch)
     rank.newest.begin()
     rank.tracked["mean"] = SimpleNamespace(state_dict=lambda: {"mean": rank.mean})
@@ -406,7 +405,7 @@ def test_what_is_not_that_of_the_note_is_not_handed_on(
     meddle(rank, how)
     if how == "gathers":
         rank.tracked["sum"] = SimpleNamespace(state_dict=dict, before_save=lambda: None)
-    rank.newest.hand_on(ValueError("the user's own") if how == "own error" else GONE)
+    rank.newest.save_newest(ValueError("the user's own") if how == "own error" else GONE)
     assert rank.handed_on() is None
     assert not rank.keeps.exists()
 
@@ -414,11 +413,11 @@ def test_what_is_not_that_of_the_note_is_not_handed_on(
 def test_a_large_model_is_handed_on_where_nothing_came_after_the_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.state.newest_state._MOST_COPIED", 0)
+    monkeypatch.setattr("paceline.state.newest_state._MAX_COPIED_BYTES", 0)
     rank = Rank(tmp_path, monkeypatch)
     rank.newest.begin()
     rank.step()
-    rank.newest.hand_on(GONE)
+    rank.newest.save_newest(GONE)
     parts = rank.handed_on()
     assert parts is not None
     assert all(torch.equal(value, rank.net.state_dict()[name]) for name, value in parts["model_0"].items())
@@ -430,7 +429,7 @@ def test_of_two_models_with_an_optimizer_each_both_are_handed_on(rank: Rank) -> 
     optimizer = torch.optim.Adam(other.parameters())
     nets, optimizers = [rank.net, other], [rank.optimizer, optimizer]
     rank.newest._models, rank.newest._optimizers = nets, optimizers
-    rank.newest._strategy.own_state = lambda: replicated_state(nets, optimizers)  # type: ignore[method-assign]
+    rank.newest._strategy.local_state = lambda: replicated_state(nets, optimizers)  # type: ignore[method-assign]
     rank.newest.prepared()
     other(torch.randn(4, 3)).sum().backward()
     optimizer.step()
@@ -438,7 +437,7 @@ def test_of_two_models_with_an_optimizer_each_both_are_handed_on(rank: Rank) -> 
     kept = copy.deepcopy(replicated_state(nets, optimizers))
     for _ in range(2):
         optimizer.step()
-    rank.newest.hand_on(GONE)
+    rank.newest.save_newest(GONE)
     parts = rank.handed_on()
     assert parts is not None
     for number in range(2):
@@ -464,10 +463,10 @@ def test_a_tracked_object_that_cannot_be_noted_does_not_stop_the_training(
     for _ in range(3):
         rank.step()
     said = capfd.readouterr().err
-    assert said.count("goes on from the last checkpoint, and not from the state of rank 0: ") == 1
+    assert said.count("will resume from the last checkpoint, not from the newest state of rank 0: ") == 1
     assert ("AssertionError: rank 0 alone" if how == "raises" else "ms after each step") in said
     assert not rank.keeps.exists()
-    rank.newest.hand_on(GONE)
+    rank.newest.save_newest(GONE)
     assert rank.handed_on() is None
 
 
@@ -480,14 +479,14 @@ def test_of_the_ranks_of_a_machine_one_writes_each_step(
         for _ in range(steps):
             one.step()
     for one in (rank, second, ahead):
-        one.newest.hand_on(GONE)
+        one.newest.save_newest(GONE)
     assert sorted(path.name for path in rank.folder.glob("run-*/step-*")) == ["step-00000003", "step-00000004"]
 
 
 def test_the_newest_whole_one_is_found_at_the_next_start_and_once(
     rank: Rank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank.newest.hand_on(GONE)
+    rank.newest.save_newest(GONE)
     monkeypatch.setenv(HANDOVER, str(rank.folder))
     following = Rank(tmp_path, monkeypatch)
     assert following.newest.find() is None  # the first start of a run finds nothing

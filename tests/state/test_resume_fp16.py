@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 
 OVERFLOWS = {3, 8, 9}  # optimizer steps whose gradient does not fit, on the last rank only
 GROWTH = 3  # good steps until the scale doubles: it also grows in these few steps
@@ -68,7 +68,7 @@ def train(directory: Path, stops: set[int]) -> dict[str, Any]:
 @pytest.mark.ranks(1, 2)
 def test_a_resumed_fp16_run_is_the_undisturbed_one() -> None:
     run = paceline.start(device="cpu", progress="off")
-    base = Path(collectives.broadcast_object(tempfile.mkdtemp() if run.main else None))
+    base = Path(world_group().broadcast(tempfile.mkdtemp() if run.main else None))
     whole = train(base / "whole", set())
     assert sum(whole["counts"]) == 15
     assert whole["counts"][1] >= len(OVERFLOWS)

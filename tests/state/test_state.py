@@ -58,13 +58,13 @@ def train(
 
 def test_another_optimizer_is_refused_by_name(tmp_path: Path) -> None:
     train(tmp_path)
-    with pytest.raises(CheckpointError, match="optimizer number 0 is of the class AdamW, this script's of SGD"):
+    with pytest.raises(CheckpointError, match="optimizer number 0 is AdamW in the checkpoint, but SGD in this script"):
         train(tmp_path, optimizer=torch.optim.SGD, restore=True)
 
 
 def test_another_scheduler_is_refused_by_name(tmp_path: Path) -> None:
     train(tmp_path)
-    with pytest.raises(CheckpointError, match="scheduler number 0 is of the class StepLR, this script's of Cosine"):
+    with pytest.raises(CheckpointError, match="scheduler number 0 is StepLR in the checkpoint, but Cosine"):
         train(tmp_path, scheduler=CosineAnnealingLR, restore=True)
 
 
@@ -191,10 +191,10 @@ def test_a_restored_run_that_counts_epochs_by_itself_is_told(tmp_path: Path) -> 
     run.prepare(model, own, StepLR(own, 3))
     loader = run.loader(DATA, global_batch=8)
     run.restore(tmp_path)
-    with pytest.warns(UserWarning, match=r"has 1 epochs behind it.*run\.epochs"):
+    with pytest.warns(UserWarning, match=r"has already completed 1 epochs.*run\.epochs"):
         next(iter(loader))
     for wrong in ("3", -1, True):
-        with pytest.raises(UsageError, match=r"run\.epochs\(.*a whole number"):
+        with pytest.raises(UsageError, match=r"run\.epochs\(.*an integer"):
             run.epochs(wrong)  # type: ignore[arg-type]
     run.close()
 

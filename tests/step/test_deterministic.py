@@ -104,8 +104,8 @@ KERNELS = {
     "embedding_bag_backward_cuda_max": "bag (EmbeddingBag)",
     "max_pool3d_with_indices_backward_cuda": "cube (MaxPool3d)",
     "grid_sampler_2d_backward_cuda": "grid_sample",
-    "cumsum_cuda_kernel": "whole numbers",
-    "kthvalue CUDA": "a function of torch calls it",
+    "cumsum_cuda_kernel": "in integers",
+    "kthvalue CUDA": "a torch function calls it",
 }
 
 
@@ -114,7 +114,7 @@ def test_the_layer_of_a_kernel_is_named(kernel: str) -> None:
     found = explained(RuntimeError(message(kernel)), [LAYERS], "deterministic=True")
     assert isinstance(found, ModelError)
     text = str(found)
-    assert text.startswith(f"deterministic=True asks for deterministic kernels, and torch has none for {kernel} on ")
+    assert text.startswith(f"deterministic=True requires deterministic kernels, but torch has none for {kernel} on ")
     assert KERNELS[kernel] in text
     assert "leave the setting out" in text
 
@@ -156,7 +156,7 @@ def test_the_error_of_a_backward_is_explained(form: str) -> None:
             else:
                 run.forward_backward(loss_fn, model, batch)
 
-        with pytest.raises(ModelError, match=r"^reproducible=1 asks for .*1 \(AdaptiveMaxPool2d\)"):
+        with pytest.raises(ModelError, match=r"^reproducible=1 requires .*1 \(AdaptiveMaxPool2d\)"):
             backward()
     finally:
         run.close()

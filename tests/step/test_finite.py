@@ -142,7 +142,7 @@ def test_flags_travel_together_and_are_read_one_block_late(
         block = bad // every
         assert run.steps == (block + 2) * every  # the first update after the next block was complete
         assert str(told).startswith(f"step {bad}:")
-        assert f"{run.steps - bad} updates were made from this gradient on" in str(told)
+        assert f"{run.steps - bad} updates were made after this gradient" in str(told)
     # a copy for each block, each read when the next one has been sent
     assert log == [("enqueued", 0)] + [it for n in range(block + 1) for it in (("enqueued", n + 1), ("read", n))]
 

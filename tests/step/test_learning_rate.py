@@ -125,7 +125,7 @@ def test_a_schedule_that_is_moved_twice_is_noticed() -> None:
     schedule = paceline.warmup(optimizer, 5, then=then)
     optimizer.step()
     then.step()
-    with pytest.raises(UsageError, match="something else moves it"):
+    with pytest.raises(UsageError, match="something else changes it"):
         schedule.step()
 
 

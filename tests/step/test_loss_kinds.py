@@ -13,7 +13,7 @@ from paceline.step.loss import Total, mean_term
 
 
 def test_a_total_in_a_loop_names_what_to_write() -> None:
-    with pytest.raises(UsageError, match=r"run\.backward\(total=the sum, count=its count\)"):
+    with pytest.raises(UsageError, match=r"run\.backward\(total=sum, count=count\)"):
         mean_term(Total(torch.ones((), requires_grad=True), 3), None)
 
 

@@ -19,9 +19,9 @@ from paceline.errors import UsageError
 X = torch.randn(20, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randn(20, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 DATA = TensorDataset(X, Y)
-DIRECT = r"gradients that run\.backward did not make, as by loss\.backward\(\) called directly"
+DIRECT = r"gradients that run\.backward did not make, for example from a direct loss\.backward\(\)"
 NOT_REACHED = r"no run\.backward of this global batch has reached this optimizer's parameters"
-UNSTEPPED = r"the gradients of the last one \(step 0 of epoch 0\) were neither used by run\.step nor cleared"
+UNSTEPPED = r"the gradients of the last global batch \(step 0 of epoch 0\) were neither used by run\.step nor cleared"
 
 
 @pytest.fixture
@@ -247,7 +247,9 @@ def test_a_loop_without_any_update_is_told_at_its_end() -> None:
     next(epochs)
     for x, y in run.loader(DATA, global_batch=20):
         run.backward(F.mse_loss(model(x), y))
-    with pytest.warns(UserWarning, match=r"loader 'train' has gradients that no run\.step has used") as told:
+    with pytest.warns(
+        UserWarning, match=r"global batch of loader 'train' were neither used by run\.step nor cleared"
+    ) as told:
         next(epochs, None)
     assert [warning.filename for warning in told] == [__file__]
     with warnings.catch_warnings():
@@ -298,7 +300,7 @@ def test_updates_by_hand(run: paceline.Run, clear: str, micro: int | None, tmp_p
             assert loader.state_dict()["step"] == request.step + 1
             assert saved.name.endswith(str(run.steps))
         else:
-            with pytest.raises(UsageError, match="when it has cleared the gradients"):
+            with pytest.raises(UsageError, match="after clearing the gradients"):
                 run.save(tmp_path)
     for start in range(0, 20, 8):
         plain.zero_grad()
@@ -342,7 +344,7 @@ def test_gradients_that_the_generators_loss_leaves_are_told_where_nothing_clears
             optimizer.step()
             optimizer.zero_grad()
     *ours, opt_g, opt_d = pair(run)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for x, y in run.loader(DATA, global_batch=4, shuffle=False):
             CLEAR[clear](ours[1], opt_d)
@@ -350,9 +352,9 @@ def test_gradients_that_the_generators_loss_leaves_are_told_where_nothing_clears
                 run.backward(losses(*ours, x, y)[number])
                 run.step(optimizer)
     assert torch.allclose(weights(*ours), weights(*theirs), rtol=1e-14, atol=1e-15)
-    found = [str(one.message) for one in told if "by the loss of another optimizer" in str(one.message)]
+    found = [str(one.message) for one in caught if "another optimizer's loss left in the last" in str(one.message)]
     assert len(found) == (clear == "not at all")
-    assert all("run.step(SGD): the gradient of 1/weight and of 1 more holds also" in text for text in found)
+    assert all("run.step(SGD): the gradients of 1/weight and 1 more include" in text for text in found)
 
 
 def test_a_loss_that_names_its_optimizer_leaves_nothing(run: paceline.Run) -> None:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import collectives
+from paceline.comm import same_bits
+from paceline.comm.mesh import world_group
 from paceline.errors import NonFiniteError, UsageError
 
 N, STEPS = 11, 4
@@ -116,13 +117,13 @@ def test_all_ranks_hold_the_same_bits() -> None:
         run.prepare(model, optimizer)
         steps(run, model, optimizer, "loop", 2)
         named = [(name, p.detach()) for name, p in model.named_parameters()]
-        assert not collectives.digest_mismatch(named)
+        assert not same_bits.digest_mismatch(named, world_group())
 
 
 @pytest.mark.ranks(1, conformance=2, full=3)
 def test_a_run_that_was_stopped_goes_on_to_the_same_weights() -> None:
     expected, _ = plainly("strong_wolfe", "loop")
-    folder = Path(collectives.broadcast_object(tempfile.mkdtemp()))
+    folder = Path(world_group().broadcast(tempfile.mkdtemp()))
     for count in (2, STEPS):
         with started() as run:
             model = build()
@@ -154,14 +155,14 @@ def test_loops_that_cannot_evaluate_the_loss_again_are_refused() -> None:
 
     run, model, optimizer = prepared()
     for batch in run.loader(DATA, global_batch=N, micro_batch=2):
-        with pytest.raises(UsageError, match="micro_batch=2, which cuts a global batch of"):
+        with pytest.raises(UsageError, match="micro_batch=2, which splits a global batch of"):
             run.step(optimizer, closure_of(run, model, batch))
         break
     for batch in run.loader(DATA, global_batch=N, name="again"):
         run.backward(F.mse_loss(model(batch[0]), batch[1]))
-        with pytest.raises(UsageError, match=r"LBFGS computes the loss several times in a step\. Give it a closure"):
+        with pytest.raises(UsageError, match=r"LBFGS computes the loss several times per step\. Give it a closure"):
             run.step(optimizer)
-        with pytest.raises(UsageError, match=r"the closure clips, after run\.backward"):
+        with pytest.raises(UsageError, match=r"clip in the closure, after run\.backward"):
             run.step(optimizer, closure_of(run, model, batch), max_grad_norm=1.0)
         optimizer.zero_grad()
         with pytest.raises(UsageError, match=r"run\.step without backward"):
@@ -172,7 +173,7 @@ def test_loops_that_cannot_evaluate_the_loss_again_are_refused() -> None:
     with pytest.raises(UsageError, match=r"run\.step was called outside a loop"):
         run.step(optimizer, lambda: None)
     run.close()
-    several = [{"strategy": "fsdp:stage=1"}] if collectives.size_of() > 1 else [{"strategy": "single:shards=2"}]
+    several = [{"strategy": "fsdp:stage=1"}] if world_group().size > 1 else [{"strategy": "single:shards=2"}]
     for settings in ({"nonfinite": "skip"}, {"reproducible": 4}, {"strategy": "local_sgd"}, *several):
         run, model, optimizer = prepared(**settings)
         for batch in run.loader(DATA, global_batch=N):

@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randn(24, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 LONG, SHORT = TensorDataset(X, Y), TensorDataset(-X[:19], Y[:19])
-SUM = "is a sum of 2 parts, each from a forward of its own"
+SUM = "is a sum of 2 parts from separate forwards"
 
 
 def build() -> nn.Sequential:
@@ -170,7 +170,7 @@ UNUSED: dict[str, Callable[[Job, Any, Any], None]] = {
 
 @pytest.mark.parametrize("how", UNUSED)
 def test_a_loader_whose_batches_have_no_backward_is_refused(job: Job, how: str) -> None:
-    with pytest.raises(UsageError, match=r"loader 'a' has yielded batches that had no run\.backward"):
+    with pytest.raises(UsageError, match=r"loader 'a' has yielded batches without a run\.backward"):
         job.steps(lambda a, b: UNUSED[how](job, a, b))
     assert job.run.steps == 1
 
@@ -184,7 +184,7 @@ def test_a_loader_of_one_batch_without_a_backward_is_refused() -> None:
             joined(job, a, next(others))
             job.run.step(job.optimizer)
 
-    with pytest.raises(UsageError, match="loader 'a' has yielded batches that had no"):
+    with pytest.raises(UsageError, match="loader 'a' has yielded batches without a run"):
         train()
     job.run.close()
 
@@ -224,12 +224,14 @@ def test_two_forwards_of_one_loader_where_the_other_ones_batch_is_used_up(job: J
 def test_a_sum_over_batches_of_one_loader(job: Job) -> None:
     batches = iter(job.a)
     loss = mse(job.model, next(batches))
-    with pytest.raises(UsageError, match="a sum over several batches, make a call for each part"):
+    with pytest.raises(UsageError, match="a sum over several batches, make one call per part"):
         job.run.backward(loss + mse(job.model, next(batches)))
 
 
 def test_a_bundle_within_a_batch_is_refused() -> None:
     job = Job(strategy="data_parallel:devices=cpu,cpu")
-    with pytest.raises(UsageError, match=r"not as the loader yielded it.*make a call for each, with of=loader"):
+    with pytest.raises(
+        UsageError, match=r"not the batch that the loader yielded.*make one call per loader, with of=loader"
+    ):
         job.steps(lambda a, b: by_closure(job, a, (a, b), lambda loss, _: loss))
     job.run.close()

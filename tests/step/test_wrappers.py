@@ -96,7 +96,8 @@ def wrapped_by(name: str, module: str, base: type = nn.Module) -> Any:
 )
 def test_what_is_parallel_already_is_refused_by_name(thing: Any, inside: str) -> None:
     run = paceline.start(device="cpu", progress="off")
-    with pytest.raises(UsageError, match=rf"run\.prepare\({type(thing).__name__}\).*Delete the call.*\.{inside}\."):
+    said = rf"run\.prepare\({type(thing).__name__}\).*Delete the call.*attribute \.{inside}\)"
+    with pytest.raises(UsageError, match=said):
         run.prepare(thing)
     own = DistributedDataParallel()
     assert run.prepare(own) is own

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 import paceline
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 from paceline.step import call_check
 
 N, BATCH, EPOCHS = 22, 5, 3  # the last global batch has 2 examples: an empty shard on 3 processes
@@ -175,9 +175,9 @@ def whole(run: paceline.Run, model: nn.Module, like: nn.Module) -> nn.Module:
     """A plain model with the weights of a prepared one, on every process, as an export holds them."""
     folder = run.broadcast(tempfile.mkdtemp() if run.main else "")
     run.export(f"{folder}/model.safetensors", model)
-    collectives.barrier()
+    world_group().barrier()
     like.load_state_dict(load_file(f"{folder}/model.safetensors"), strict=False)  # tied weights are there once
-    collectives.barrier()
+    world_group().barrier()
     if run.main:
         shutil.rmtree(folder)
     return like
@@ -217,7 +217,7 @@ def compare_checkpoints(
     tolerance: float = 1e-8,
 ) -> None:
     """Each strategy goes on from a checkpoint of another, ddp among them, and ends with plain PyTorch's weights."""
-    folder = collectives.broadcast_object(tempfile.mkdtemp() if collectives.rank_of() == 0 else "")
+    folder = world_group().broadcast(tempfile.mkdtemp() if world_group().rank == 0 else "")
     reference = plainly(build, loss_fn, optimizer, dtype=dtype)
     for number, (before, after) in enumerate(zip(["ddp", *others], [*others, "ddp"], strict=True)):
         place = Path(folder) / str(number)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import collectives
+from paceline.comm import same_bits
+from paceline.comm.mesh import world_group
 
 CODECS = ("bf16", "fp16", "powersgd:rank=2", "topk:ratio=0.1")
 WIRES = [f"codec={codec}" for codec in CODECS] + [
@@ -25,7 +26,7 @@ WIRES = [f"codec={codec}" for codec in CODECS] + [
 
 def alike(model: nn.Module) -> None:
     """The same bits on all ranks."""
-    assert not collectives.digest_mismatch(list(model.state_dict().items()))
+    assert not same_bits.digest_mismatch(list(model.state_dict().items()), world_group())
 
 
 class Linear(nn.Module):
@@ -102,7 +103,7 @@ def train_and_save(run: paceline.Run, model: nn.Module, loader: Any, optimizer: 
 
 def save_for_others() -> str:
     """Three steps with a codec on this many processes; the directory."""
-    base = collectives.broadcast_object(tempfile.mkdtemp())
+    base = world_group().broadcast(tempfile.mkdtemp())
     with started(strategy="ddp:codec=topk:ratio=0.1", progress="off") as run:
         model = Linear()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

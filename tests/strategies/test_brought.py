@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from paceline.errors import ModelError, SettingError
 from paceline.strategies.base import Term
 from paceline.strategies.kit.outputs import holds, mapped
-from paceline.strategies.pipeline.absent import Absent, absent, form
 from paceline.strategies.pipeline.pipeline_calls import Calls, check_names, form_of, places_of
+from paceline.strategies.pipeline.placeholders import Placeholder, form, placeholder
 from paceline.strategies.tensor import tensor_plan
 from paceline.strategies.tensor.tensor_layers import Thirds, is_transposed_linear
 
@@ -140,27 +140,27 @@ def test_thirds_are_taken_apart_without_joining_them() -> None:
         assert torch.equal(other(thirds), other(joined))
     (thirds * torch.arange(12.0)).sum().backward()
     assert torch.equal(parts[1].grad, torch.arange(4.0, 8.0).expand(2, 5, 4))
-    with pytest.raises(ModelError, match=r"handed to a torch\.autograd\.Function, and its gradient would be lost"):
+    with pytest.raises(ModelError, match=r"passed to a torch\.autograd\.Function, and its gradient would be lost"):
         Doubled.apply(Thirds(parts)).sum().backward()
 
 
-# --- pipeline: absent tensors, and where a model can be cut
+# --- pipeline: placeholders, and where a model can be cut
 
 
 def test_an_absent_tensor_has_a_form_and_no_values() -> None:
-    x = absent((2, 3), torch.float64, torch.device("cpu"))
+    x = placeholder((2, 3), torch.float64, torch.device("cpu"))
     mask = torch.tensor([[True, False, True], [True, True, False]])
     y = (x @ torch.ones(3, 5, dtype=torch.float64)).relu()
-    assert type(y) is Absent
+    assert type(y) is Placeholder
     assert form(y) == ((2, 5), torch.float64)
     assert (y.size(-1), y.device.type, y.dim(), x.T.shape, x[mask].shape) == (5, "cpu", 2, (3, 2), (4,))
     assert form(F.cross_entropy(y, torch.tensor([0, 1]))) == ((), torch.float64)
     for asked in (lambda: bool(x.sum() > 0), lambda: x.sum().item(), lambda: x.tolist(), lambda: x.nonzero()):
-        with pytest.raises(ModelError, match="asks for the values"):
+        with pytest.raises(ModelError, match="needs the values of another stage's result"):
             asked()
     here = torch.zeros(2, 3, dtype=torch.float64)
     for written in (lambda: here.add_(x), lambda: here.__setitem__(0, x[0]), lambda: torch.add(x, 1, out=here)):
-        with pytest.raises(ModelError, match="writes what another stage computes"):
+        with pytest.raises(ModelError, match="writes another stage's result"):
             written()
     value = torch.arange(6.0, dtype=torch.float64).view(2, 3).requires_grad_()
     x.fill(value)
@@ -247,9 +247,9 @@ def test_what_a_layer_makes_of_the_examples_alone_is_made_anew() -> None:
 
 
 def test_a_cut_that_names_no_layer_is_refused_before_the_examples_are_seen() -> None:
-    with pytest.raises(SettingError, match=r"no layer 'h\.3' with which a stage could begin. Did you mean h\."):
+    with pytest.raises(SettingError, match=r"no layer 'h\.3' at which a stage could begin. Did you mean h\."):
         check_names(Decoder(), "h.3", 2)
-    with pytest.raises(SettingError, match="3 stages need 2 places"):
+    with pytest.raises(SettingError, match="3 stages need 2 split point"):
         check_names(Decoder(), "h.1", 3)
     with pytest.raises(ModelError, match=r"1 layers .*too few for 2 stages"):
         check_names(nn.Sequential(nn.Linear(2, 2)), "", 2)

@@ -283,13 +283,13 @@ def test_pipeline_makes_anew_what_a_layer_makes_of_the_examples() -> None:
 @pytest.mark.ranks(2, campaign=4)
 def test_pipeline_refuses_what_it_would_compute_wrongly_or_not_at_all() -> None:
     name = "pipeline:stages=2"
-    refused(Reading, by_logits, name, ModelError, "asks for the values", "__bool__", "strategy='ddp'")
-    refused(Writing, by_logits, name, ModelError, "writes what another stage computes", "__setitem__")
-    refused(Repeated, penalized, name, ModelError, "differentiates by something that another stage has")
+    refused(Reading, by_logits, name, ModelError, "needs the values of another stage", "__bool__", "strategy='ddp'")
+    refused(Writing, by_logits, name, ModelError, "writes another stage's result", "__setitem__")
+    refused(Repeated, penalized, name, ModelError, "differentiates with respect to a tensor of another stage")
     same(trained(Repeated, decayed, name), plainly(Repeated, decayed))
     for cut, words in (
         ("h.7", ["no layer 'h.7'", "Did you mean h."]),
-        ("h.1,h.2", ["2 stages need 1 places"]),
+        ("h.1,h.2", ["2 stages need 1 split point"]),
         ("h.1.attn.c_proj", ["or names of:", "h.1,"]),
         ("999", ["from 1 to"]),
     ):

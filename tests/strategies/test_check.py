@@ -25,31 +25,31 @@ BAD = [  # spec, processes (None: not known), what the message holds
     ("ddp:buket_mb=3", 2, "has no option 'buket_mb'. Did you mean 'bucket_mb'"),
     ("single:x=1", 1, "has no option 'x'. Known: shards"),
     ("single", 2, "strategy='single' is for one process"),
-    ("ddp:bucket_mb=big", 2, "bucket_mb='big': a number is needed"),
+    ("ddp:bucket_mb=big", 2, "bucket_mb='big': use a number"),
     ("ddp:bucket_mb=0", 2, "bucket_mb=0.0"),
     ("ddp:bucket_mb=nan", None, "bucket_mb=nan"),
-    ("ddp:static_graph=maybe", 2, "true or false is needed"),
+    ("ddp:static_graph=maybe", 2, "use true or false"),
     ("ddp:static_graph=true,find_unused=true", 2, "contradict"),
     ("ddp:reducer=rings", 2, "Did you mean 'ring'"),
     ("ddp:codec=topk:ratio=7", 2, "above 0 and up to 1"),
     ("ddp:codec=powersgd:rank=0", None, "at least 1"),
     ("ddp:codec=topk,reducer=reduce_to_one", 2, "Use reducer=native or ring"),
-    ("fsdp:stage=4", 2, "stage=4: 1 "),
-    ("fsdp:stage=2.5", 2, "stage='2.5': a whole number is needed"),
+    ("fsdp:stage=4", 2, "stage=4: use 1 "),
+    ("fsdp:stage=2.5", 2, "stage='2.5': use a whole number"),
     ("fsdp:mixed=bf32", 2, "mixed='bf32' is not known. Known: bf16, fp16, none"),
     ("fsdp:min_params=-1", 2, "min_params=-1"),
     ("fsdp:stage=1,offload=true", 2, "needs stage=2 or stage=3"),
-    ("fsdp:replicate=2", 2, "Here replicate may be 1; or start 4 processes"),
-    ("fsdp:replicate=3", 4, "Here replicate may be 1 or 2; or start 6 processes"),
+    ("fsdp:replicate=2", 2, "Set replicate to 1; or start 4 processes"),
+    ("fsdp:replicate=3", 4, "Set replicate to 1 or 2; or start 6 processes"),
     ("fsdp:replicate=0", None, "at least 1"),
     ("fsdp+tensor:size=3", 4, "size=3: it must divide the number of processes, 4"),
-    ("fsdp+tensor:size=2", 2, "none are left to slice over. Start 4 or more"),
+    ("fsdp+tensor:size=2", 2, "size=2 with 2 processes leaves only one to shard over. Start 4 or more"),
     ("fsdp+tensor:stage=1", 4, "Use stage=2 or stage=3"),
-    ("fsdp+tensor:replicate=2", 4, "Start 8 processes, or leave replicate out"),
-    ("tensor+fsdp", 4, "say 'fsdp+tensor', with the outer dimension first"),
-    ("pipeline+data_parallel", 4, "pipeline and data_parallel cannot be combined. What can be is fsdp+tensor"),
+    ("fsdp+tensor:replicate=2", 4, "Start 8 processes, or drop replicate"),
+    ("tensor+fsdp", 4, "write 'fsdp+tensor', with the outer dimension first"),
+    ("pipeline+data_parallel", 4, "pipeline and data_parallel cannot be combined. Supported: fsdp+tensor"),
     ("ddp+tensr", 4, "Did you mean 'tensor'"),
-    ("deepspeed:stage=4", 2, "stage=4: 1 "),
+    ("deepspeed:stage=4", 2, "stage=4: use 1 "),
     ("deepspeed:config=nowhere.json", None, "nowhere.json cannot be read"),
     ("local_sgd:every=0", 2, "every=0"),
     ("local_sgd:warmup=-1", 2, "warmup=-1"),
@@ -58,8 +58,8 @@ BAD = [  # spec, processes (None: not known), what the message holds
     ("diloco:outer_momentum=1", 2, "outer_momentum=1.0"),
     ("diloco:every=2,fragments=3", 2, "fragments=3 with every=2"),
     ("diloco:every=2,delay=2", 2, "delay=2 with every=2"),
-    ("pipeline:stages=1", 2, "stages=1: it must divide the number of processes, 2, and be at least 2. Here that is 2."),
-    ("pipeline:stages=3", 2, "Here that is 2; or start 3 processes"),
+    ("pipeline:stages=1", 2, "stages=1: it must divide the number of processes, 2, and be at least 2. Use 2."),
+    ("pipeline:stages=3", 2, "Use 2; or start 3 processes"),
     ("pipeline:stages=-2", None, "stages=-2"),
     ("pipeline:schedule=gpipes", 2, "Did you mean 'gpipe'"),
     ("pipeline:balance=even", 2, "balance='even' is not known"),
@@ -79,11 +79,11 @@ GOOD = [
     ("data_parallel", 1), ("shared", 2), ("shared", None), ("central_storage", 1), ("central_storage:devices=cpu", 1),
 ]  # fmt: skip
 PYTHON_VALUES = [
-    (StrategySpec("ddp", {"bucket_mb": "x"}), "bucket_mb='x': a number is needed"),
-    (StrategySpec("ddp", {"bucket_mb": None}), "bucket_mb=None: a number is needed"),
-    (StrategySpec("ddp", {"static_graph": 1}), "static_graph=1: true or false is needed"),
-    (StrategySpec("fsdp", {"stage": 2.0}), "stage=2.0: a whole number is needed"),
-    (StrategySpec("fsdp", {"stage": True}), "stage=True: a whole number is needed"),
+    (StrategySpec("ddp", {"bucket_mb": "x"}), "bucket_mb='x': use a number"),
+    (StrategySpec("ddp", {"bucket_mb": None}), "bucket_mb=None: use a number"),
+    (StrategySpec("ddp", {"static_graph": 1}), "static_graph=1: use true or false"),
+    (StrategySpec("fsdp", {"stage": 2.0}), "stage=2.0: use a whole number"),
+    (StrategySpec("fsdp", {"stage": True}), "stage=True: use a whole number"),
 ]
 
 
@@ -101,16 +101,16 @@ def test_what_can_work(spec: str, size: int | None) -> None:
 
 
 REPRODUCIBLE = [  # strategy, processes, V, what the message holds
-    ("fsdp", 2, 4, "reproducible=4 with strategy='fsdp': only 'ddp', 'data_parallel' and 'mirrored', and 'single'"),
-    ("central_storage", 1, 4, "Set strategy='ddp', or leave reproducible out"),
+    ("fsdp", 2, 4, "reproducible=4 with strategy='fsdp': only 'data_parallel', 'mirrored', 'ddp' (without options)"),
+    ("central_storage", 1, 4, "Set strategy='ddp', or drop reproducible"),
     ("data_parallel:devices=cpu,cpu", 2, 4, "data_parallel runs in one process, but there are 2"),
-    ("mirrored:devices=cpu,cpu,reduction=ring", 1, 4, "Leave reduction out"),
-    ("data_parallel:devices=cpu,cpu,cpu", 1, 2, "the 3 devices of strategy data_parallel cannot share"),
+    ("mirrored:devices=cpu,cpu,reduction=ring", 1, 4, "Drop reduction"),
+    ("data_parallel:devices=cpu,cpu,cpu", 1, 2, "2 shards, fewer than the 3 devices of strategy data_parallel"),
     ("ddp:bucket_mb=2", None, 4, "without options"),
     ("dpp", 2, 4, "Did you mean 'ddp'"),
     ("single", 2, 4, "'single' is for one process"),
-    ("ddp", 3, 2, "which 3 processes cannot share. Start at most 2"),
-    (None, 3, 2, "which 3 processes cannot share. Start at most 2"),
+    ("ddp", 3, 2, "fewer than the 3 processes. Start at most 2"),
+    (None, 3, 2, "fewer than the 3 processes. Start at most 2"),
 ]
 
 
@@ -167,12 +167,12 @@ def command(*line: str) -> str:
 def test_run_starts_nothing(script: Path) -> None:
     said = command("run", "--nproc", "2", "--strategy", "fsdp:stage=4", "train.py")
     assert "Error: strategy fsdp: stage=4" in said
-    assert "(It is from the command line.)" in said
+    assert "(Set by the command line.)" in said
     assert "'dpp' is not known. Did you mean 'ddp'" in command("run", "--strategy", "dpp", "train.py")
     assert "stages=3" in command("run", "--nproc", "2", "--strategy", "pipeline:stages=3", "train.py")
     said = command("run", "--nproc", "3", "--reproducible", "2", "train.py")
-    assert "3 processes cannot share" in said
-    assert "(It is from the command line.)" in said
+    assert "fewer than the 3 processes" in said
+    assert "(Set by the command line.)" in said
 
 
 def test_several_machines_are_counted(script: Path) -> None:
@@ -186,7 +186,7 @@ def test_the_settings_file_is_named(script: Path) -> None:
     assert "every=0" in said
     assert "paceline.toml.)" in said
     (script / "paceline.toml").write_text('[strategy]\nname = "local_sgd"\nevery = 2.5\n')
-    assert "every=2.5: a whole number is needed" in command("run", "--nproc", "2", "train.py")
+    assert "every=2.5: use a whole number" in command("run", "--nproc", "2", "train.py")
     said = command("run", "--nproc", "2", "--strategy", "ddp:bucket_mb=0", "train.py")  # it overrides the file
     assert "bucket_mb=0.0" in said
     (script / "paceline.toml").write_text('strategy = "fsdp"\n')

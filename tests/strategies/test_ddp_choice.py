@@ -20,6 +20,7 @@ from paceline.comm import codec_sums
 from paceline.comm.codec_sums import DirectSums, SharedMemorySums
 from paceline.comm.direct import Direct
 from paceline.comm.endpoints import ProcessEndpoint
+from paceline.comm.group import Group
 
 MBIT = 8e-6  # seconds a byte at 1 Mbit/s
 
@@ -156,7 +157,7 @@ def test_a_receive_is_asked_for_before_a_send() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "batch_isend_irecv", watched)
         ProcessEndpoint().exchange(torch.ones(3), (rank + 1) % size, torch.empty(3), (rank - 1) % size)
-        Direct(dist.new_group()).add(torch.ones(12))
+        Direct(Group(dist.new_group())).add(torch.ones(12))
     assert seen
     for operations in seen:
         assert operations == sorted(operations), operations  # "irecv", "isend"

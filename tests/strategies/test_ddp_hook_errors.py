@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.strategies.replicated.ddp_hook import Reduction
 from paceline.world import World
 
-LOST = "connection closed by peer: rank 1 of the processes on this machine has gone"
+LOST = "connection closed by peer: rank 1 on this machine is lost"
 
 
 class Breaks:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import collectives
 from paceline.comm.codec_sums import SHARED_MEMORY
+from paceline.comm.mesh import world_group
 from paceline.comm.reducers import REDUCERS
 from paceline.errors import ModelError
 
@@ -87,7 +87,7 @@ def test_every_reducer_trains_as_plain_pytorch() -> None:
 @contextmanager
 def on_two_machines() -> Iterator[None]:
     """As a launcher would say it: the first rank on a machine of its own, all others on another one."""
-    rank, size = collectives.rank_of(), collectives.size_of()
+    rank, size = world_group().rank, world_group().size
     local, count, node = (0, 1, 0) if rank == 0 else (rank - 1, size - 1, 1)
     said = {"LOCAL_RANK": local, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": node, "GROUP_WORLD_SIZE": 2}
     before = {name: os.environ.get(name) for name in said}
@@ -108,7 +108,7 @@ def test_the_hierarchical_reducer_on_two_uneven_machines_trains_as_plain_pytorch
         machines = run._strategy._reduction._sums._endpoint.machines  # type: ignore[attr-defined]
         run.close()
     same(trained, plainly(Net, both_heads))
-    assert [list(machine) for machine in machines] == [[0], list(range(1, collectives.size_of()))]
+    assert [list(machine) for machine in machines] == [[0], list(range(1, world_group().size))]
 
 
 @pytest.mark.ranks(conformance=2, campaign=(3, 4))
@@ -214,7 +214,7 @@ def test_codecs_learn_the_digits_as_well() -> None:
 def test_a_resumed_run_with_a_codec_loses_nothing() -> None:
     """PowerSGD is linear in what all replicas hold: the run that was stopped is the run that was not, up to rounding.
     Of all codecs: nothing is lost."""
-    base = Path(collectives.broadcast_object(tempfile.mkdtemp()))
+    base = Path(world_group().broadcast(tempfile.mkdtemp()))
     for number, wire in enumerate(WIRES):
         models: list[Linear] = []
         for stops in ((8,), (3, 8)):

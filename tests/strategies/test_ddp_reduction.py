@@ -36,7 +36,7 @@ def test_a_checkpoint_with_residuals_is_read_on_another_number_of_processes(tmp_
         balanced(run, model, [1.0] * 6)
         run.close()
     run, *_ = prepared("ddp")
-    with pytest.warns(UserWarning, match=r"had codec=topk:ratio=0.1, and this one has none"):
+    with pytest.warns(UserWarning, match=r"with codec=topk:ratio=0.1, but this run has no codec"):
         run.restore(where)
     run.close()
     run, model, optimizer = prepared("single")
@@ -82,9 +82,9 @@ def test_nothing_is_said_of_what_loses_nothing(capsys: pytest.CaptureFixture[str
     [
         ("reducer=rnig", "strategy ddp: reducer='rnig' is not known. Did you mean 'ring'"),
         ("codec=powrsgd", "strategy ddp: codec='powrsgd' is not known. Did you mean 'powersgd'"),
-        ("codec=powersgd:rank=0", "rank=0: a whole number of at least 1"),
-        ("codec=powersgd:rank=2:ratio=1", "rank=2:ratio=1: a whole number"),
-        ("codec=topk:ratio=2", "ratio=2: a number above 0 and up to 1"),
+        ("codec=powersgd:rank=0", "rank=0: use a whole number of at least 1"),
+        ("codec=powersgd:rank=2:ratio=1", "rank=2:ratio=1: use a whole number"),
+        ("codec=topk:ratio=2", "ratio=2: use a number above 0 and up to 1"),
         ("codec=topk,reducer=hierarchical", "Use reducer=native or ring"),
         ("codec=topk:ratio=0.5,reducer=reduce_to_one", "Use reducer=native or ring"),
         ("kodec=bf16", "no option 'kodec'. Did you mean 'codec'"),

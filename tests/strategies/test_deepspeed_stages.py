@@ -325,10 +325,10 @@ def test_what_cannot_be_is_refused_with_its_remedy() -> None:
     refused(ModelError, "embed.weight is torch.float64", lambda: prepared(Both().double()))
     refused(ModelError, "embed has sparse=True", lambda: prepared(Net(sparse=True)))
     single = nn.ParameterList([nn.Parameter(torch.tensor(1.0))])
-    refused(ModelError, "0 is a single number", lambda: prepared(single))
+    refused(ModelError, "0 is a 0-dim parameter", lambda: prepared(single))
     whole_tensors = torch.optim.Adafactor(net.parameters())
-    refused(ModelError, "Adafactor is not known to update each", lambda: prepared(net, whole_tensors))
-    refused(ModelError, "can be trained, but the optimizer", lambda: prepared(net, sgd(net.head.parameters())))
+    refused(ModelError, "Adafactor may not update each", lambda: prepared(net, whole_tensors))
+    refused(ModelError, "trainable, but the optimizer", lambda: prepared(net, sgd(net.head.parameters())))
     with started(strategy="deepspeed") as run:
         model = run.prepare(Both())
         for batch in run.loader(data(torch.float32), global_batch=BATCH):
@@ -354,7 +354,7 @@ def test_a_parameter_group_that_comes_later_is_refused() -> None:
 @pytest.mark.ranks(2, campaign=3)
 def test_what_a_loss_does_not_reach_is_named() -> None:
     for strategy in STAGES[:3]:
-        words = "a loss does not reach spare.weight, spare.bias"
+        words = "the loss does not reach spare.weight, spare.bias"
         refused(UnusedParameterError, words, lambda strategy=strategy: ours(Net, one_head, adamw, strategy))
 
 
@@ -389,7 +389,7 @@ def test_gradients_and_state_that_are_in_slices_are_not_looked_at_in_silence() -
             for batch in run.loader(data(torch.float32), global_batch=BATCH):
                 run.forward_backward(one_head, model, batch)
                 clip = nn.utils.clip_grad_norm_
-                refused(UsageError, "is in slices, and `.grad`", lambda m=model, clip=clip: clip(m.parameters(), 1.0))
+                refused(UsageError, "is sharded, and `.grad`", lambda m=model, clip=clip: clip(m.parameters(), 1.0))
                 refused(UsageError, "run.save and run.restore", optimizer.state_dict)
                 if "stage=3" in strategy:
                     refused(UsageError, "run.save and run.restore", model.state_dict)

@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.comm.mesh import world_group
 from paceline.strategies.gradient_store import GradientStore
 
 
 @pytest.mark.ranks(2)
 def test_all_processes_find_what_one_has() -> None:
-    store = GradientStore(others=dist.group.WORLD)
+    store = GradientStore(model_parallel=world_group())
     for flag in (torch.zeros(()), None):  # as on a CPU, as on an accelerator
         for value in (math.nan, math.inf):
             for bad in range(dist.get_world_size()):

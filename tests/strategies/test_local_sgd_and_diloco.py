@@ -43,8 +43,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import collectives
+from paceline.comm import same_bits
 from paceline.comm.means import greatest_, weighted_mean
+from paceline.comm.mesh import world_group
 from paceline.errors import ModelError, NonFiniteError
 
 Make = Callable[[], nn.Module]
@@ -276,7 +277,7 @@ def train(
 
 def one_everywhere(model: nn.Module) -> None:
     named = [(name, t) for name, t in model.state_dict().items()]
-    assert not collectives.digest_mismatch(named), collectives.digest_mismatch(named)
+    assert not same_bits.digest_mismatch(named, world_group()), same_bits.digest_mismatch(named, world_group())
 
 
 # --- exact
@@ -532,7 +533,7 @@ def test_evaluation_in_mid_round_is_of_the_mean_and_the_round_goes_on_from_it() 
                 hand.local_step(shards)
                 if step == 3:
                     named = [(name, p) for name, p in model.named_parameters()]
-                    assert collectives.digest_mismatch(named), "the replicas do train apart"
+                    assert same_bits.digest_mismatch(named, world_group()), "the replicas do train apart"
                     for _ in test:
                         one_everywhere(model)
                     assert run.predict(model, data(), global_batch=9, fn=lambda m, b: m(b[0], b[1])).shape == (N, 3)
@@ -567,7 +568,7 @@ def test_the_end_of_the_epochs_and_an_export_are_one_model() -> None:
             run.forward_backward(one_head, model, batch)
             run.step(optimizer)
             break
-        assert collectives.digest_mismatch([(name, p) for name, p in model.named_parameters()])
+        assert same_bits.digest_mismatch([(name, p) for name, p in model.named_parameters()], world_group())
         _settled(run)
         one_everywhere(model)
 
@@ -595,7 +596,7 @@ def test_a_loop_that_is_left_says_that_replicas_are_apart() -> None:
                 if evaluated:
                     len(list(test))
                 break
-            said.append(out.getvalue().count("was left before its end"))
+            said.append(out.getvalue().count("left the loop over run.epochs early"))
             _settled(run)
     with started(strategy="local_sgd:every=50", progress="off") as run:
         model = Net().double()
@@ -788,13 +789,13 @@ def test_a_step_that_one_replica_sits_out_does_not_count() -> None:
             assert schedule.last_epoch == 5
             scaler = run._precision.scaler
             if scaler is not None:
-                scales = collectives.gather_objects(scaler.scale)
+                scales = world_group().gather(scaler.scale)
                 assert scales[0] == 2.0**16
                 assert scales[1] == 2.0**15
             with shared_folder() as folder:
                 run.save(folder)
             if scaler is not None:
-                assert collectives.gather_objects(scaler.scale) == [2.0**16] * run.world.size
+                assert world_group().gather(scaler.scale) == [2.0**16] * run.world.size
             hand.average()
             one_everywhere(model)
             if precision == "fp32":
@@ -847,8 +848,8 @@ def test_weights_that_were_changed_on_one_rank_are_named() -> None:
 def shared_folder() -> Iterator[Path]:
     """The same new folder on all ranks."""
     with tempfile.TemporaryDirectory() as name:
-        yield Path(collectives.broadcast_object(name))
-        collectives.barrier()
+        yield Path(world_group().broadcast(name))
+        world_group().barrier()
 
 
 def _run(folder: Path | None, strategy: str, upto: int, stop: int | None = None, **settings: Any) -> dict[str, Any]:
@@ -950,8 +951,8 @@ def test_weighted_means_are_exact_in_every_dtype_and_alike_on_all_ranks() -> Non
         torch.testing.assert_close(means[4], torch.complex(exact, -exact), rtol=1e-14, atol=1e-15)
         assert means[5].shape == (0, 3)
         torch.testing.assert_close(means[6], exact.sum(), rtol=1e-13, atol=1e-14)
-        assert not collectives.digest_mismatch([(str(n), torch.view_as_real(m) if m.is_complex() else m)
-                                                for n, m in enumerate(means)])  # fmt: skip
+        assert not same_bits.digest_mismatch([(str(n), torch.view_as_real(m) if m.is_complex() else m)
+                                                for n, m in enumerate(means)], world_group())  # fmt: skip
     # In 16 bits 256 + 1 is 256: they are added in 32.
     (mean,) = weighted_mean([torch.full((), 1.0 if rank else 256.0).bfloat16()], [1.0])
     torch.testing.assert_close(mean, torch.tensor((255.0 + size) / size))

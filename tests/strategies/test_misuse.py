@@ -22,7 +22,8 @@ from tests.strategies.checks import (
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.comm import collectives
+from paceline.comm import same_bits
+from paceline.comm.mesh import world_group
 from paceline.errors import ModelError, UsageError
 
 
@@ -135,9 +136,9 @@ def test_a_layer_added_later_is_named_until_it_is_prepared_and_then_alike_on_all
         named(step, UsageError, "2 parameter(s)", "run.prepare(model)")
         model.zero_grad()
         run.prepare(model)
-        assert not collectives.digest_mismatch(list(model.named_parameters()))
+        assert not same_bits.digest_mismatch(list(model.named_parameters()), world_group())
         step()
-        assert not collectives.digest_mismatch(list(model.named_parameters()))
+        assert not same_bits.digest_mismatch(list(model.named_parameters()), world_group())
 
 
 @pytest.mark.ranks(2)
@@ -187,7 +188,7 @@ def test_an_update_that_draws_is_alike_on_all_ranks() -> None:
             run.backward(both_heads(model, batch))
             run.step(optimizer)
         model.head.reset_parameters()
-        assert not collectives.digest_mismatch(list(model.named_parameters()))
+        assert not same_bits.digest_mismatch(list(model.named_parameters()), world_group())
 
 
 @pytest.mark.ranks(2)
@@ -226,7 +227,7 @@ def test_optimizer_states_that_differ_at_the_start_are_named() -> None:
                 run.backward(both_heads(model, batch))
                 run.step(optimizer)
 
-        named(train, Exception, "Build the model in the same way on every rank")
+        named(train, Exception, "Build model and optimizer in the same way on every rank")
 
 
 @pytest.mark.ranks(2)
@@ -270,7 +271,7 @@ def test_losses_without_a_gradient_are_named() -> None:
     def detached(model: nn.Module, batch: list[Tensor]) -> Tensor:
         return both_heads(model, batch).detach()
 
-    named(lambda: under_paceline(Net, detached), UsageError, "does not depend on any parameter", "run.log")
+    named(lambda: under_paceline(Net, detached), UsageError, "does not depend on any trained parameter", "run.log")
     with started() as run:
         model, _ = run.prepare(*make(Net, False))
         batches = iter(run.loader(data(), global_batch=6))

@@ -281,7 +281,7 @@ def test_writes_that_autograd_does_not_count_are_followed_or_named(strategy: str
         return model
 
     if strategy.startswith("mirrored"):
-        with pytest.raises(ModelError, match=r"drifted apart in 0\.weight, .* torch\.no_grad\(\): p\.clamp_"):
+        with pytest.raises(ModelError, match=r"the replicas differ in 0\.weight, .* torch\.no_grad\(\): p\.clamp_"):
             trained(strategy)
     else:
         checks.same(trained(strategy), trained("single"))
@@ -424,7 +424,7 @@ def test_a_model_that_cannot_be_copied_is_named() -> None:
             return nn.Linear(6, 3).double()
 
     for model, words in (
-        (nn.Sequential(Keeps(6, 3)), "built otherwise"),
+        (nn.Sequential(Keeps(6, 3)), "returns a model with a different structure"),
         (nn.Sequential(nn.Linear(6, 3)), "cannot be copied"),
     ):
         model.double()
@@ -501,8 +501,8 @@ def test_batch_norm_by_shard_keeps_the_mean_of_the_replicas_statistics() -> None
 
 NAMED = [
     ("cpu,gpu", "devices='cpu,gpu'"),
-    ("cpu,cuda:0", "no cuda:0, since this machine has no accelerator"),
-    (3, "devices=3: names are needed"),
+    ("cpu,cuda:0", "cuda:0 does not exist: this machine has no accelerator"),
+    (3, "devices=3: use device names"),
 ]
 
 
@@ -547,7 +547,7 @@ def test_devices_that_cannot_be_are_named_before_anything_starts(name: str, devi
         ("cpu+cpu", "cpu", ["cpu", "cpu"]),
         ("cuda:0,cpu", "cuda:0", "of several types"),
         ("cuda:1,cuda:1", "cuda:1", ["cuda:1", "cuda:1"]),
-        ("cuda:0,cuda:3", "cuda:0", "no cuda:3: 3 cuda devices are visible"),
+        ("cuda:0,cuda:3", "cuda:0", "cuda:3 does not exist: 3 cuda devices are visible"),
         ("cuda:1,cuda:2", "cuda:0", "--device cuda:1"),
         ("cpu,cpu", "cuda:0", "--device cpu"),
         ("", "cpu", ["cpu"]),

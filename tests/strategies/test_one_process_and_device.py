@@ -18,16 +18,16 @@ from paceline.errors import SettingError
 from paceline.strategies import STRATEGIES, alone, check, on_cpu
 
 LINES = {  # by strategy: what is said at the start
-    "ddp": "strategy ddp trains as 'single' does here, since this run has one process.",
-    "data_parallel": "strategy data_parallel trains as 'single' does here, since this run has one device.",
-    "shared": "strategy shared trains as 'single' does here, since this run has one process.",
+    "ddp": "strategy ddp trains like 'single', since this run has one process.",
+    "data_parallel": "strategy data_parallel trains like 'single', since this run has one device.",
+    "shared": "strategy shared trains like 'single', since this run has one process.",
     "fsdp": "strategy fsdp shards nothing here, since this run has one process.",
-    "mirrored": "strategy mirrored trains as 'single' does here, since this run has one device.",
-    "tensor": "strategy tensor trains as 'single' does here, since this run has one process.",
+    "mirrored": "strategy mirrored trains like 'single', since this run has one device.",
+    "tensor": "strategy tensor trains like 'single', since this run has one process.",
     "fsdp+tensor": "strategy fsdp+tensor shards nothing here and runs as 'fsdp', since this run has one process.",
-    "pipeline": "strategy pipeline trains as 'single' does here, since this run has one process.",
-    "local_sgd": "strategy local_sgd trains as 'single' does here, since this run has one process.",
-    "parameter_server": "strategy parameter_server trains as 'single' does here, since this run has one process.",
+    "pipeline": "strategy pipeline trains like 'single', since this run has one process.",
+    "local_sgd": "strategy local_sgd trains like 'single', since this run has one process.",
+    "parameter_server": "strategy parameter_server trains like 'single', since this run has one process.",
 }
 LOOP = [
     *(name for name in STRATEGIES if name not in ("deepspeed", "diloco")),  # diloco's outer steps change the result
@@ -97,13 +97,13 @@ def test_every_strategy_of_the_list(name: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("fsdp:replicate=2", "replicate=2: this run has 1 process. Start 4, or leave replicate out"),
+        ("fsdp:replicate=2", "replicate=2: this run has 1 process. Start 4, or drop replicate"),
         ("fsdp+tensor:replicate=2", "replicate=2: this run has 1 process"),
-        ("fsdp+tensor:size=2", "size=2: this run has 1 process. Start 2 processes, or leave size out"),
-        ("tensor:size=2", "size=2: this run has 1 process. Start 2 processes, or leave size out"),
-        ("pipeline:stages=3", "stages=3: this run has 1 process. Start 3 processes, or leave stages out"),
+        ("fsdp+tensor:size=2", "size=2: this run has 1 process. Start 2 processes, or drop size"),
+        ("tensor:size=2", "size=2: this run has 1 process. Start 2 processes, or drop size"),
+        ("pipeline:stages=3", "stages=3: this run has 1 process. Start 3 processes, or drop stages"),
         ("pipeline:cut=2", "cut=2: this run has 1 process"),
-        ("parameter_server:servers=2", "servers=2: this run has 1 process. Start at least 3, or leave servers out"),
+        ("parameter_server:servers=2", "servers=2: this run has 1 process. Start at least 3, or drop servers"),
         ("fsdp:stage=4", "stage=4"),
         ("tensor:plan=up:diagonal", "diagonal"),
         ("pipeline:schedule=gpipes", "Did you mean 'gpipe'"),

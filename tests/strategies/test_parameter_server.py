@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from paceline.comm.sockets import Gone, Line, Listening, new_keys
 from paceline.config import parse_strategy
 from paceline.data.batch_plan import cut
 from paceline.data.randomness import permutation
-from paceline.errors import SettingError, WorldError, in_words, only_tells_of_a_lost_peer
+from paceline.errors import SettingError, WorldError, describe_error, only_reports_lost_peer
 from paceline.strategies import make
 from paceline.strategies.servers.remote_parameters import setting_of
 from paceline.strategies.servers.served_parameters import ServedParameters
@@ -138,9 +139,56 @@ def test_either_side_notices_that_the_other_has_gone() -> None:
     lines[0].close()
     assert listening.receive(5) == Gone(0)
     listening.close()
-    with pytest.raises(WorldError, match="parameter server of rank 9 has gone"):
+    with pytest.raises(WorldError, match="parameter server of rank 9 is lost"):
         lines[1].receive(600)  # longer than a test may take
     lines[1].close()
+
+
+class After:
+    """A monitor socket that is first looked at after `happens`, which ends a connection."""
+
+    def __init__(self, monitor: Any, happens: Callable[[], None]) -> None:
+        self._monitor, self._happens = monitor, happens
+
+    def poll(self, milliseconds: int) -> int:
+        happens, self._happens = self._happens, lambda: None
+        happens()
+        return int(self._monitor.poll(0 if milliseconds == 0 else 5000))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._monitor, name)
+
+
+@pytest.mark.parametrize("side", ["server", "worker"])
+def test_the_last_message_before_an_end_is_read_first(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A goodbye that arrives with the end of its connection, between two looks of `receive`, is not lost."""
+    listening, keys = Listening("127.0.0.1"), new_keys()
+    listening.admit([keys.public])
+    line = Line(listening.endpoint, listening.keys.public, keys, 0, "the server")
+    assert answered(listening, line) == [b"hello"]
+    reader: Any = listening if side == "server" else line
+    monitor = reader._monitor
+
+    def say_goodbye_and_close() -> None:
+        if side == "server":
+            line.send([b"bye"])
+            line.close()
+        else:
+            listening.send(0, [b"bye"])
+            listening.close()
+        assert monitor.poll(30_000), "no connection ended"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "_monitor", After(monitor, say_goodbye_and_close))
+        found: Any = reader.receive(30)
+        frames = found[1] if side == "server" else found
+        assert [bytes(frame.buffer) for frame in frames] == [b"bye"]
+        if side == "server":
+            assert listening.receive(30) == Gone(0)
+        else:
+            with pytest.raises(WorldError, match="the server is lost"):
+                line.receive(30)
+    reader.close()
 
 
 def test_a_worker_that_is_lost_is_named_to_the_others_and_by_the_server() -> None:
@@ -151,7 +199,7 @@ def test_a_worker_that_is_lost_is_named_to_the_others_and_by_the_server() -> Non
     def served() -> None:
         with pytest.raises(WorldError) as caught:
             Serving(listening, ServedParameters(), (0, 1)).serve()
-        told.append(in_words(caught.value))
+        told.append(describe_error(caught.value))
         listening.close()
 
     server = threading.Thread(target=served)
@@ -163,10 +211,10 @@ def test_a_worker_that_is_lost_is_named_to_the_others_and_by_the_server() -> Non
         Links([lines[0]]).ask_first({"op": "push"})
     lines[0].close()
     server.join()
-    told.append(in_words(caught.value))
+    told.append(describe_error(caught.value))
     for words in told:
-        assert words.startswith("WorldError: the worker of rank 1 has gone or is stopped")
-        assert only_tells_of_a_lost_peer([words])
+        assert words.startswith("WorldError: the worker of rank 1 is lost or stopped")
+        assert only_reports_lost_peer([words])
 
 
 STOPS = """
@@ -202,9 +250,9 @@ os.kill(os.getpid(), int(sys.argv[2]))
 @pytest.mark.parametrize(
     ("signum", "sockets_close", "said"),
     [
-        (signal.SIGSTOP, "at once", "does not answer: nothing was heard"),
-        (signal.SIGKILL, "at once", "has gone: its conn"),
-        (signal.SIGKILL, "slowly", "has gone: its conn"),
+        (signal.SIGSTOP, "at once", "does not answer: its process exists, but sent nothing"),
+        (signal.SIGKILL, "at once", "is lost: its conn"),
+        (signal.SIGKILL, "slowly", "is lost: its conn"),
     ],
 )
 def test_a_stopped_server_is_not_told_as_dead(
@@ -225,7 +273,7 @@ def test_a_stopped_server_is_not_told_as_dead(
         line.send([b"hello"])
         with pytest.raises(WorldError, match=f"the parameter server of rank 2 {said}") as caught:
             line.receive(60)
-        assert only_tells_of_a_lost_peer([in_words(caught.value)])
+        assert only_reports_lost_peer([describe_error(caught.value)])
     finally:
         process.kill()
         process.communicate()
@@ -262,7 +310,7 @@ def test_one_that_is_silent_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
         ("servers=0", 3, "servers=0"),
         ("mode=both", 3, "mode='both'"),
         ("mode=async,staleness=-2", 3, "staleness=-2"),
-        ("staleness=3", 3, "in sync no gradient is old"),
+        ("staleness=3", 3, "in mode=sync no gradient is stale"),
         ("severs=1", 3, "Did you mean 'servers'"),
     ],
 )
@@ -332,7 +380,7 @@ def test_a_server_that_dies_ends_the_run_with_its_name(tmp_path: Path, workers: 
     assert code == 128 + 9
     assert not left
     assert f"rank {victim}, a parameter server, was killed by SIGKILL" in text, text
-    assert "a script that calls run.restore goes on from its last checkpoint" in text
+    assert "a script that calls run.restore resumes from its last checkpoint" in text
     assert "Traceback" not in text
 
 

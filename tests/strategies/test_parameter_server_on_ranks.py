@@ -240,7 +240,7 @@ def test_between_two_prepares_a_server_takes_part_in_nothing(mode: str) -> None:
     with started(mode) as run:
         run.prepare(first)
         if serves():
-            refused = pytest.raises(UsageError, match=r"a server runs the script from one run\.prepare to the next")
+            refused = pytest.raises(UsageError, match=r"between two run\.prepare calls a server can only prepare")
             with refused:
                 run.sum(1)
             with refused:
@@ -264,7 +264,7 @@ def test_not_in_step_what_all_do_is_refused_in_a_training_batch() -> None:
         ]
         for x, *_ in run.loader(data(), global_batch=BATCH):
             for call in calls:
-                with pytest.raises(UsageError, match=r"in a training batch: .* not in step"):
+                with pytest.raises(UsageError, match=r"needs all workers, .* not in step"):
                     call()
             run.backward(model(x).sum())
             run.step(optimizer)

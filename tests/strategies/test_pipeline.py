@@ -135,7 +135,7 @@ def test_several_calls_add_to_a_tied_weight_once_each() -> None:
 def test_a_buffer_in_two_stages_is_refused() -> None:
     norm = nn.BatchNorm1d(6)
     with_norm = nn.Sequential(norm, *(nn.Linear(6, 6) for _ in range(4)), norm).double()
-    words = ["buffer", "0.running_mean", "stages 0 and", "its own layer"]
+    words = ["buffer", "0.running_mean", "stages 0 and", "Use a separate layer"]
     with started(strategy="pipeline") as run:
         run.prepare(with_norm)
         for batch in run.loader(TensorDataset(X, X, Y), global_batch=11):

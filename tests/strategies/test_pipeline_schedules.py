@@ -138,7 +138,7 @@ def test_cuts_that_are_given_train_as_plain_pytorch_and_wrong_ones_are_refused()
         ), mine
     for options, kind, words in (
         ("cut=9", SettingError, ["cut='9'", "from 1 to 5"]),
-        ("cut=2,4", SettingError, ["2 stages need 1 places"]),
+        ("cut=2,4", SettingError, ["2 stages need 1 split point"]),
         ("cut=nothing", SettingError, ["no layer 'nothing'", "Known: 0, 3, 5"]),
         ("schedule=1f1", SettingError, ["Did you mean '1f1b'"]),
         ("balance=time", SettingError, ["balance='time'", "cost, parameters"]),
@@ -173,7 +173,7 @@ def test_models_that_cannot_be_cut_are_refused() -> None:
             return self.a(x) if x.sum() > 0 else self.b(x)
 
     for build in (Branches, ByValue):
-        words = "no call of a layer before which a single tensor is all"
+        words = "has no layer call at which only a single tensor"
         refused(build, ModelError, words, strategy="pipeline:stages=2")
     refused(lambda: nn.Sequential(nn.Linear(6, 3)), ModelError, "too few for", strategy="pipeline")
 

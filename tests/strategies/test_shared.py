@@ -557,9 +557,9 @@ def test_there_is_one_copy_of_the_weights() -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("why", ["machines", "system", "pages", "device"])
-def test_processes_that_cannot_share_are_told_why(why: str) -> None:
+def test_processes_that_cannot_share_are_refused_with_the_reason(why: str) -> None:
     rank, device = dist.get_rank(), torch.device("cpu")
-    words = {"machines": "several machines", "system": "Linux on x86-64", "pages": "pagemap", "device": "is for CPUs"}
+    words = {"machines": "several machines", "system": "Linux on x86-64", "pages": "pagemap", "device": "needs CPUs"}
     with pytest.MonkeyPatch.context() as patch:
         if why == "machines":
             patch.setattr(socket, "gethostname", lambda: f"machine-{rank}")

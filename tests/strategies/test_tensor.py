@@ -268,7 +268,7 @@ def test_an_operation_that_torch_cannot_cut_is_named() -> None:
             try:
                 run.step(optimizer)
             except ModelError as error:
-                assert "torch cannot compute" in str(error), error
+                assert "torch does not support" in str(error), error
                 assert "Adafactor" in str(error), error
             else:
                 raise AssertionError
@@ -394,7 +394,7 @@ def refused(build: Callable[[], Any], kind: type[Exception], *words: str, strate
 @pytest.mark.ranks(2, campaign=4)
 def test_what_cannot_be_cut_is_refused() -> None:
     size = dist.get_world_size()
-    refused(lambda: nn.Linear(4, 4), ModelError, "nothing of Linear can be cut", "plan=", "strategy='ddp'")
+    refused(lambda: nn.Linear(4, 4), ModelError, "found nothing in Linear to split", "plan=", "strategy='ddp'")
     refused(
         lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)), ModelError, "out_features=5", "2 devices"
     )

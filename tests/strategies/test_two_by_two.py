@@ -10,7 +10,7 @@ from tests.strategies.checks import layers, plainly, same, started
 from tests.strategies.test_tensor import Transformer, counted, loss_fn
 from torch import Tensor, nn
 
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 
 
 @pytest.mark.ranks(conformance=4)
@@ -45,7 +45,7 @@ class Fused(nn.Module):
 def test_whole_weights_load_into_fused_attention_that_is_cut_and_sharded() -> None:
     model = Fused()
     with started(strategy="fsdp+tensor:size=2,min_params=0") as run:
-        whole = collectives.broadcast_object({name: torch.randn_like(p) for name, p in model.state_dict().items()})
+        whole = world_group().broadcast({name: torch.randn_like(p) for name, p in model.state_dict().items()})
         model = run.prepare(model)
         model.load_state_dict(whole)
         state = run._strategy.state_dict()["models"][0]

@@ -50,10 +50,10 @@ def test_a_job_is_submitted_and_told_where_it_is(slurm: Path) -> None:
     done = CliRunner().invoke(main, ["submit", "--slurm", "--nodes", "2", "--gpus-per-node", "4", "my train.py"])
     assert (done.exit_code, done.output) == (
         0,
-        "job 17 is submitted: 2 nodes, 8 processes\n"
+        "submitted job 17: 2 nodes, 8 processes\n"
         f"output:    {slurm}/slurm-17.out\n"
-        "its state: squeue --job 17\n"
-        "to end it: scancel 17\n",
+        "state:     squeue --job 17\n"
+        "cancel:    scancel 17\n",
     )
     assert (slurm / "sbatch.log").read_text() == "--parsable\n"
     script = (slurm / "submitted.sh").read_text()
@@ -91,14 +91,14 @@ def test_a_dry_run_prints_the_script_and_submits_nothing(slurm: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (["my train.py"], "Which scheduler?"),
+        (["my train.py"], "No scheduler given"),
         (["--slurm", "train.py"], "There is no script 'train.py'"),
         (["--slurm", "--nproc", "0", "my train.py"], "--nproc 0: give a whole number"),
-        (["--slurm", "--nproc", "3", "--gpus-per-node", "2", "my train.py"], "each process needs a GPU of its own"),
+        (["--slurm", "--nproc", "3", "--gpus-per-node", "2", "my train.py"], "each process needs its own GPU"),
         (["--slurm", "--strategy", "ddpp", "my train.py"], "ddpp"),
-        (["--slurm", "--sbatch", "ntasks=4", "my train.py"], "--sbatch ntasks=4: say it with --nproc"),
+        (["--slurm", "--sbatch", "ntasks=4", "my train.py"], "--sbatch ntasks=4: use --nproc"),
         (["--slurm", "--sbatch", "-p x", "my train.py"], "--sbatch -p x: write KEY=VALUE or KEY"),
-        (["--slurm", "--sbatch", "comment=a\nb", "my train.py"], "it has an end of line in it"),
+        (["--slurm", "--sbatch", "comment=a\nb", "my train.py"], "contains a newline"),
         (["--slurm", "--tee", "5", "--nproc", "2", "my train.py"], "there is no rank 5"),
     ],
 )
@@ -117,7 +117,7 @@ def test_sbatch_missing_or_refusing(slurm: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("REFUSAL")
     code, told = submit("--slurm", "my train.py")
     assert code == 0
-    assert "It will not start as it is (PartitionConfig)" in told
+    assert "The job will never start (PartitionConfig)" in told
     monkeypatch.setenv("PATH", str(slurm))
     code, told = submit("--slurm", "my train.py")
     assert code == 2
@@ -194,5 +194,5 @@ def test_the_script_passes_the_notice_on_and_requeues_the_job(slurm: Path, monke
 def test_without_scontrol_the_script_says_so(slurm: Path) -> None:
     (slurm / "bin" / "scontrol").write_text("#!/bin/sh\nexit 127\n")
     code, err = ends(start(slurm, job(slurm, "0", "0", nodes=2)))
-    assert (code, "no name of a node from scontrol" in err) == (1, True)
+    assert (code, "scontrol printed no node name" in err) == (1, True)
     assert ends(start(slurm, job(slurm, "0", "0", nodes=2, endpoint="a:1"))) == (0, "")

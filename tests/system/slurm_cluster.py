@@ -93,6 +93,27 @@ class Cluster:
         told = self.run("scontrol", "--oneliner", "show", "job", number).stdout
         return dict(part.split("=", 1) for part in told.split() if "=" in part)
 
+    def lose_power(self, node: str) -> None:
+        """End all that runs on a node: its daemon, the daemons of its steps, and then their tasks."""
+        os.kill(self.pid(node), signal.SIGKILL)
+        while tasks := self._tasks(node):
+            steps = {parent for task in tasks for parent in parents(task) if parent.name() == "slurmstepd"}
+            for process in (*steps, *tasks):  # a living daemon would report how its tasks ended
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(tasks, timeout=30)
+
+    def _tasks(self, node: str) -> list[psutil.Process]:
+        """The living processes that the steps of a node have started."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                environ = process.environ()
+                ours = environ.get("SLURM_CONF") == self.environ["SLURM_CONF"]
+                if ours and environ.get("SLURMD_NODENAME") == node and process.status() != "zombie":
+                    found.append(process)
+        return found
+
     def wait(self, number: str, condition: Callable[[dict[str, str]], bool], seconds: float) -> dict[str, str]:
         """The job when the condition is true of it."""
         begin = time.monotonic()
@@ -133,6 +154,13 @@ class Cluster:
             "PartitionName=urgent Nodes=n1,n2 PriorityTier=9 PreemptMode=OFF State=UP",
         ]  # fmt: skip
         (home / "slurm.conf").write_text("\n".join(lines) + "\n")
+
+
+def parents(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.parents()
+    except psutil.Error:  # it has ended
+        return []
 
 
 @pytest.fixture(scope="session")

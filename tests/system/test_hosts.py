@@ -342,8 +342,8 @@ def test_hosts_meet_again_without_the_one_that_kept_the_rendezvous(
         lines = [f"[{name}] {word}" for name in ("node2", "node3") for word in ("end", "world 2")]
         assert sorted(out.splitlines()[-4:]) == lines, out
         assert "paceline: host node1 is lost: " in err, err
-        assert "paceline: node1 kept the rendezvous. node2, node3 will meet again without it.\n" in err
-        assert ("paceline: node1 may only be cut off. What runs there ends by itself" in err) == (how == "cable"), err
+        assert "paceline: node1 was the rendezvous host. node2, node3 will continue without it.\n" in err
+        assert ("paceline: node1 may still be running. Waiting up to" in err) == (how == "cable"), err
         hosts.wait_until_idle(hosts.names if how == "killed" else ["node2", "node3"], 20.0)
         if how == "cable":
             assert not any("sleep 1000" in words for words in hosts.processes("node1").values())
@@ -395,7 +395,7 @@ def test_a_host_whose_key_is_unknown_and_one_that_lets_nobody_in(
     code, _, err = finish(hosts.start("login", *PACELINE, *known, "--hosts", "node1,node2", "touch.py", cwd=touching))
     assert code == 2
     assert err.count("Host key verification failed") == 2
-    assert "Connect once by hand and answer yes: `ssh node1`" in err
+    assert "Connect once yourself and answer yes: `ssh node1`" in err
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"], check=True, timeout=30)
     known = [f"--ssh-option=UserKnownHostsFile={hosts.directory / 'known_hosts'}", "--ssh-option=IdentitiesOnly=yes"]
     key = f"--ssh-option=IdentityFile={tmp_path / 'other'}"
@@ -410,7 +410,7 @@ def test_a_host_whose_key_is_unknown_and_one_that_lets_nobody_in(
 def test_what_is_missing_on_the_hosts(hosts: SshHosts, touching: Path) -> None:
     err = refused(hosts, touching, "--python", "/no/such/python", "--hosts", "node1,node2", "touch.py")
     assert "host node1: /no/such/python cannot be run there" in err
-    assert "name an interpreter that all hosts have with --python" in err
+    assert "give an interpreter that exists on all hosts with --python" in err
     bare = subprocess.run(
         ["/usr/bin/env", "-i", "/usr/bin/python3", "-c", "import paceline"], capture_output=True, timeout=30
     )
@@ -441,7 +441,7 @@ def test_a_directory_that_only_this_machine_has(hosts: SshHosts, touching: Path)
     ]
     code, _, err = finish(hosts.start("login", *words, cwd=touching))
     assert code == 2
-    assert f"host node1: the directory {inside / 'here'} cannot be entered there: No such file or directory." in err
+    assert f"host node1: cannot enter the directory {inside / 'here'}: No such file or directory." in err
     assert "rsync -a" in err
 
 
@@ -457,5 +457,5 @@ def test_hosts_that_disagree(hosts: SshHosts, touching: Path) -> None:
     )
     wrapper.chmod(0o755)
     err = refused(hosts, touching, "--python", str(wrapper), "--hosts", "node1,node2", "touch.py")
-    assert "host node2 has Paceline 0.0.1, and this machine " in err
+    assert "host node2 has Paceline 0.0.1, but this machine has " in err
     assert re.search(r"The hosts have different versions of torch: node1 2\.\d+\S*, node2 2\.0\.", err), err

@@ -99,5 +99,5 @@ def test_four_ranks_on_two_hosts(folder: Path, alone: dict[str, torch.Tensor]) -
 def test_a_launcher_in_each_rank_is_refused(folder: Path) -> None:
     done = mpirun(folder, "-np", "2", sys.executable, "-m", "paceline", "run", "script.py", "out")
     assert (done.returncode, done.stdout) == (2, "")
-    said = r"You are inside rank [01] of 2 of mpirun, and each of them would start a run of its own\."
+    said = r"You are inside rank [01] of 2 of mpirun, and each task would start a separate run\."
     assert re.search(said, done.stderr), done.stderr  # mpirun ends the other one, whichever it is

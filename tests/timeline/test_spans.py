@@ -180,7 +180,8 @@ def test_a_disk_that_takes_nothing_more(file: Path) -> None:
     part(file, about(0), (Phase.DATA, 0, 0, 1)).close()
     file.mkdir()
     (line,) = joined(file, range(1))
-    assert "could not be written at the end of the run" in line
+    assert "cannot write trace=" in line
+    assert "at the end of the run" in line
     assert str(parts_of(file)) in line
     assert first_rank(file) == 0
 
@@ -201,11 +202,11 @@ def test_where_a_trace_cannot_be_written(tmp_path: Path) -> None:
     assert old.read_text() == "{}"  # until the run ends
     assert cannot_trace(str(tmp_path / "new" / "folder" / "trace.json"), 0, True) is None
     for file in ("", str(tmp_path), "/dev/null"):
-        assert f"trace={file!r}: that is no file that a trace could replace. Give a file" in str(
-            cannot_trace(file, 0, True)
-        )
+        assert f"trace={file!r} is not the path of a regular file. Give a file" in str(cannot_trace(file, 0, True))
     told = cannot_trace(str(old / "trace.json"), 3, True)
-    assert f"trace={str(old / 'trace.json')!r}: rank 3 cannot write there: Not a directory. Give a file" in str(told)
+    assert f"trace={str(old / 'trace.json')!r}: rank 3 cannot write this file: Not a directory. Give a file" in str(
+        told
+    )
 
 
 def test_parts_of_an_earlier_run_go_when_the_next_begins(file: Path) -> None:

@@ -93,20 +93,24 @@ def test_replicas_that_train_apart() -> None:
 
 def test_the_report_in_words() -> None:
     first, second = report(ranks(step(communication=21), step(data=21)))
-    assert first.startswith("median of a step: data 21.00 ms on rank 1 (11.00 over the ranks), forward 5.00 ms on rank")
+    assert first.startswith(
+        "median times per step: data 21.00 ms on rank 1 (11.00 ms over all ranks), forward 5.00 ms on rank"
+    )
     assert second == (
-        "rank 1 was slower than the others in data: by 20.0 ms of a step of 39.0 ms; the others waited 20.0 ms for it "
+        "rank 1 was slower than the others in data, by 20.0 ms in a step of 39.0 ms; the others waited 20.0 ms for it "
         "in each step"
     )
     assert report(ranks(step(), step()))[1:] == ["no rank was slower than the others"]
-    assert report(ranks(step()))[0].startswith("median of a step: data 1.00 ms, forward 5.00 ms, backward 10.00 ms")
+    assert report(ranks(step()))[0].startswith(
+        "median times per step: data 1.00 ms, forward 5.00 ms, backward 10.00 ms"
+    )
     assert len(report(ranks(step()))) == 1  # a rank alone is compared with nobody
-    assert "none is called slower" in report(ranks(step(), step(data=50), alike=False))[1]
-    assert "times of the hosts" in report(ranks(step(), step(), on_host=True))[-1]
+    assert "so they are not compared" in report(ranks(step(), step(data=50), alike=False))[1]
+    assert "measured on the hosts" in report(ranks(step(), step(), on_host=True))[-1]
     assert report(Ranks({}, True, True, False)) == []
 
 
 def test_too_few_steps() -> None:
     made = ranks(step(communication=21), step(data=21))
     few = {rank: dict(list(steps.items())[:4]) for rank, steps in made.steps.items()}
-    assert "too few to say" in report(made._replace(steps=few))[1]
+    assert "too few to compare" in report(made._replace(steps=few))[1]

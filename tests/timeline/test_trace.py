@@ -155,7 +155,7 @@ def test_a_rank_with_slow_data_is_named(tmp_path: Path) -> None:
     assert "paceline: trace of 2 ranks, 24 steps, in " in done.stderr
     slow = [line for line in done.stderr.splitlines() if "was slower than the others" in line]
     assert len(slow) == 1, done.stderr
-    assert slow[0].startswith("paceline: rank 1 was slower than the others in data: by "), slow
+    assert slow[0].startswith("paceline: rank 1 was slower than the others in data, by "), slow
     spans = spans_of(tmp_path / "trace.json")
     assert set(spans) == {0, 1}
     for rank, events in spans.items():
@@ -269,4 +269,4 @@ def test_ranks_that_do_not_all_trace(tmp_path: Path) -> None:
     script = "import os, paceline\npaceline.start(trace='t.json' if os.environ['RANK'] == '1' else None)\n"
     done = launch(tmp_path, script, 2)
     assert done.returncode != 0
-    assert "trace given: False on rank 0, True on rank 1" in done.stderr
+    assert "trace is set: False on rank 0, True on rank 1" in done.stderr

@@ -37,8 +37,8 @@ def test_the_line_of_a_fault(name: str, tmp_path: Path) -> None:
 def test_an_optimizer_state_that_one_rank_clears_is_named_with_its_remedy(tmp_path: Path) -> None:
     answer = answer_of(tmp_path, script("state/one"), traced=True)
     assert (answer.code, answer.quantity, answer.parameter) == (DIFFERENT, "optimizer state", "a.weight")
-    assert "the optimizer's momentum_buffer of a.weight is missing on rank 0: it was cleared there" in answer.text
-    assert (answer.remedy or "").startswith("Clear or change the optimizer's state on every rank alike")
+    assert "the optimizer's momentum_buffer of a.weight is missing on rank 0: it was cleared between" in answer.text
+    assert (answer.remedy or "").startswith("Clear or change the optimizer's state in the same way on every rank")
     assert "Build the model" not in answer.text
 
 

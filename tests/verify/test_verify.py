@@ -69,10 +69,10 @@ SPOKEN_OF = {  # words of a sentence -> runs of which one at least shows it
     "one process": {"B", "B0", "B1", "B2", "C", "C2", "C4"},
     "same shards": {"B", "B0", "B1", "LD", "D"},
     "whole batch": {"C"},
-    "told that": {"D", "LD"},
+    "rank 0 of 1": {"D", "LD"},
     "dropout off": {"A0", "C"},
     "run twice": {"B2", "C2", "C4", "B"},
-    "another one": {"T"},
+    "another rank's shard": {"T"},
     "parts": {"B", "B0", "P0"},
 }
 
@@ -80,9 +80,7 @@ SPOKEN_OF = {  # words of a sentence -> runs of which one at least shows it
 def unfounded(claim: Claim) -> bool:
     """Whether it speaks of a run that it is not bound to."""
     about = {*claim.runs, *claim.without}
-    if claim.text.startswith("\nRemedy") or (
-        not claim.runs and not claim.without and "the run in question" in claim.text
-    ):
+    if claim.text.startswith("\nRemedy") or (not claim.runs and not claim.without and "your run failed" in claim.text):
         return False
     return any(words in claim.text and not about & runs for words, runs in SPOKEN_OF.items())
 
@@ -106,9 +104,9 @@ def test_no_sentence_speaks_of_a_run_that_was_not_made(asked: dict[Case, Prepare
 
 def test_a_claim_of_a_run_without_records_is_refused() -> None:
     made = {"A", "B"}
-    Claim("one process that computes the same shards is the same", ("A", "B")).check(made)
+    Claim("one process that computes the same shards gives the same result", ("A", "B")).check(made)
     with pytest.raises(AssertionError, match="no records"):
-        Claim("one process that computes the same shards is the same", ("A", "B")).check({"A"})
+        Claim("one process that computes the same shards gives the same result", ("A", "B")).check({"A"})
     with pytest.raises(AssertionError, match="missing"):
         Claim("B could not be run", without=("B",)).check(made)
 
@@ -121,7 +119,7 @@ def test_a_rank_that_does_otherwise_is_found_where_no_process_can_compute_the_sh
     assert wrong({("control-by-rank", "bad"): decide(asked["noise/loop", "bad"])}) == {}
     answer = decide(asked["noise/loop", "healthy"])
     assert (answer.code, answer.cause) == (UNKNOWN, None)
-    assert "told that it is the only one" in answer.text
+    assert "each process sees rank 0 of 1" in answer.text
 
 
 @pytest.mark.full
@@ -177,18 +175,18 @@ def test_other_strategies(strategy: str, tmp_path: Path) -> None:
 
 VERDICTS = {  # planted.py's last paragraph: code, cause, words
     "order": (SAME, None, "depends on the order of its examples"),
-    "chaos": (SAME, None, "this model enlarges rounding"),
+    "chaos": (SAME, None, "this model amplifies rounding"),
     "noise": (UNKNOWN, None, "random numbers that cannot be turned off"),
-    "alone": (UNKNOWN, None, "there is nothing to compare with"),
+    "alone": (UNKNOWN, None, "there is no run to compare with"),
     "memory": (UNKNOWN, None, "there is no run of whole batches"),
     "pickled": (SAME, None, "the same, within rounding"),
     "tied": (SAME, None, "the same, within rounding"),
     "of-two": (SAME, None, "the same, within rounding"),
-    "no-turns": (SAME, None, "told that it is the only one, which takes B's place"),
+    "no-turns": (SAME, None, "in place of B: your run is the same when each process sees rank 0 of 1"),
 }
 FAILURES = {
-    "nan": (UNKNOWN, "not-finite", "the run in question failed: NonFiniteError"),
-    "path": (UNKNOWN, "unused-parameters", "the run in question failed: UnusedParameterError"),
+    "nan": (UNKNOWN, "not-finite", "your run failed: NonFiniteError"),
+    "path": (UNKNOWN, "unused-parameters", "your run failed: UnusedParameterError"),
 }
 
 

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 
 import paceline
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 from paceline.world import Served
 from walkthrough import strategies
 from walkthrough.common import Case, Result
@@ -61,9 +61,9 @@ def whole_state(run: paceline.Run, path: Path, model: torch.nn.Module) -> dict[s
     """Weights and buffers of a prepared model as `run.export` writes them; of another one, as they are."""
     if model not in run._models:
         return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    path = Path(collectives.broadcast_object(str(path)))
+    path = Path(world_group().broadcast(str(path)))
     run.export(path, model)
-    collectives.barrier()
+    world_group().barrier()
     return load_file(path)
 
 

@@ -1,24 +1,26 @@
-"""Codecs: they shrink a gradient on the wire, and change it.
+"""Codecs: lossy compression of gradients before they are sent.
 
-  none       no change. bf16       16 bits: the exponents of float32, 8 bits of mantissa. fp16       16 bits: 11 bits of
-  mantissa, exponents from -24 to 15. Gradients that fit on each replica may overflow when
-             they are added. So a bucket is first scaled by a power of two, such that the sum of the replicas' largest
-             elements is at most 2**15.
-  powersgd   a matrix M is sent as two thin ones of `rank` columns, P and Q, with M about P Q^T: one step of power
-             iteration from the last Q (Vogels et al. 2019, "PowerSGD", algorithm 1). Vectors, and matrices that would
-             not shrink, are sent as they are.
-  topk       the `ratio` of the elements of largest magnitude, as (index, value) (Stich et al. 2018, "Sparsified SGD
-             with memory"; Lin et al. 2018, "Deep gradient compression", without its momentum correction).
+  none       no compression.
+  bf16       16 bits: the exponents of float32, 8 bits of mantissa.
+  fp16       16 bits: 11 bits of mantissa, exponents from -24 to 15. Gradients that fit on each replica may overflow
+             when they are added. So a bucket is first scaled by a power of two, such that the sum of the replicas'
+             largest elements is at most 2**15.
+  powersgd   a matrix M is approximated by P Q^T, and the thin matrices P and Q with `rank` columns are sent. They come
+             from one step of power iteration that starts at the last Q (Vogels et al. 2019, "PowerSGD", algorithm 1).
+             Vectors, and matrices that would not shrink, are sent unchanged.
+  topk       the elements of largest magnitude, a fraction `ratio` of all, are sent as (index, value) (Stich et al.
+             2018, "Sparsified SGD with memory"; Lin et al. 2018, "Deep gradient compression", without its momentum
+             correction).
 
-Error feedback (Karimireddy et al. 2019, "Error feedback fixes SignSGD"): a replica keeps what it has not sent, its
-residual, and adds it to its next gradient. Up to the last bit of the arithmetic each codec fulfils
+Error feedback (Karimireddy et al. 2019, "Error feedback fixes SignSGD"): the residual is the part of the gradient that
+a replica did not send. The replica adds it to its next gradient. Up to rounding in the last bit, each codec satisfies
 
-    sum over replicas of (gradient + residual before) = what all replicas decode + sum over replicas of residual after
+    sum over replicas of (gradient + residual before) = decoded sum + sum over replicas of residual after
 
-so that the sum of all updates is that of all gradients, up to the last residuals.
+Summed over steps, the updates equal the gradients, up to the last residuals.
 
-A codec has no state of its own: `init(shape)` makes the state of one tensor, and `total` returns the next one. After
-every codec a gradient that is not finite on one replica is not finite on all.
+A codec object is stateless: `init(shape)` makes the state of one tensor, and `total` returns the next state. If a
+gradient is not finite on one replica, its decoded sum is not finite on any replica.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from paceline.errors import SettingError, suggest
 from paceline.torch_private.core import DisableTorchFunction
 
 State = dict[str, Tensor]
-"""The state of one tensor: "residual", 1-d, in the order of the tensor's memory, and what else the codec needs."""
+"""A codec's state for one tensor: "residual" (1-d, in the tensor's memory order), and "q" for powersgd."""
 
 
 class Sums(Protocol):
@@ -44,36 +46,40 @@ class Sums(Protocol):
     size: int
 
     def add(self, flat: Tensor) -> None:
-        """Replaces a 1-d tensor by the sum of all replicas'."""
+        """Replace a 1-d tensor by the sum over all replicas."""
 
     def gather(self, flat: Tensor) -> Tensor:
         """(replicas, len(flat)): all replicas' 1-d tensors."""
 
     def add_rounded(self, flat: Tensor, rounding: Rounding, scale: Tensor | None) -> Tensor:
-        """As `add`, with messages that `rounding` encodes. Returns the sum of what this replica has rounded off."""
+        """Like `add`, with messages encoded by `rounding`. Returns the sum of this replica's rounding errors."""
 
     def close(self) -> None:
-        """Ends what it has opened."""
+        """Release open resources."""
 
 
 class Codec(ABC):
-    """How a bucket of gradients is added up over replicas."""
+    """Compresses a bucket of gradients and sums it over replicas."""
 
     name: str
 
     @abstractmethod
     def init(self, shape: Sequence[int], like: Tensor, seed: int = 0) -> State:
-        """The state of a tensor whose memory has this shape, with the dtype and device of `like`; alike on all
-        replicas."""
+        """Make the first state of a tensor, the same on all replicas.
+
+        shape: the tensor's shape, with dimensions in memory order. like: gives the state's dtype and device.
+        """
 
     @abstractmethod
     def total(self, flat: Tensor, shapes: Sequence[Sequence[int]], states: Sequence[State], sums: Sums) -> list[State]:
-        """Replaces `flat` by the decoded sum over all replicas, and returns the next states. `flat` has tensors of
-        these shapes one after the other; the caller has added their residuals."""
+        """Replace `flat` by the decoded sum over all replicas, and return the next states.
+
+        `flat` concatenates tensors of these shapes; the caller has added their residuals.
+        """
 
 
 class Rounding(Codec):
-    """bf16 and fp16: messages between replicas are rounded to 16 bits, sums have full precision."""
+    """bf16 and fp16: messages are rounded to 16 bits; sums are computed in full precision."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.name, self.dtype = name, dtype
@@ -95,12 +101,12 @@ class Rounding(Codec):
 
 
 def _scale(flat: Tensor, sums: Sums) -> Tensor:
-    """(1,): the power of two that scales the sum of the replicas' largest magnitudes to between 2**14 and 2**15; 1
-    where the sum is not finite. Scaling by it loses nothing, and encoding twice is encoding once."""
+    """(1,): the power of two that scales the sum of the replicas' largest magnitudes to between 2**14 and 2**15; 1 if
+    that sum is not finite. Scaling by a power of two is exact, so encoding a second time changes nothing."""
     largest = flat.abs().amax().reshape(1)
     sums.add(largest)
     exponent = 15 - torch.frexp(largest).exponent
-    if flat.dtype == torch.float64:  # written as bits, which is exact on every device
+    if flat.dtype == torch.float64:  # builds the power from its bits, which is exact on every device
         power = ((exponent.to(torch.int64).clamp(-1000, 1000) + 1023) << 52).view(torch.float64)
     else:
         power = ((exponent.to(torch.int32).clamp(-110, 110) + 127) << 23).view(torch.float32)
@@ -108,7 +114,7 @@ def _scale(flat: Tensor, sums: Sums) -> Tensor:
 
 
 class PowerSGD(Codec):
-    """M (rows, columns) as P (rows, rank) and Q (columns, rank)."""
+    """Sends a matrix M (rows, columns) as P (rows, rank) and Q (columns, rank)."""
 
     def __init__(self, rank: int = 4) -> None:
         self.name, self.rank = f"powersgd:rank={rank}", rank
@@ -119,7 +125,7 @@ class PowerSGD(Codec):
         rank = min(self.rank, rows, columns)
         if rank * (rows + columns) < rows * columns:
             generator = torch.Generator().manual_seed(seed)
-            with DisableTorchFunction():  # as in collectives._digest_weights
+            with DisableTorchFunction():  # see same_bits._digest_weights
                 state["q"] = torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(like)
         return state
 
@@ -129,13 +135,13 @@ class PowerSGD(Codec):
         plain = [tensor for tensor, state in pairs if "q" not in state]
         q = orthonormal([state["q"] for state in states if "q" in state])
 
-        # Round 1: P = sum of M Q over replicas; tensors that are sent as they are travel with it.
+        # Round 1: P = sum of M Q over replicas. Uncompressed tensors are sent in the same message.
         p = _added([*plain, *(m @ right for m, right in zip(matrices, q, strict=True))], sums)
         for tensor, total in zip(plain, p, strict=False):
             tensor.copy_(total)
         p = orthonormal(p[len(plain) :])
 
-        # Round 2: Q = sum of M^T P. A replica keeps its M minus its own part of the product.
+        # Round 2: Q = sum of M^T P over replicas. A replica's residual is its M minus its own term of P Q^T.
         own = [m.mT @ left for m, left in zip(matrices, p, strict=True)]
         kept = [m - left @ right.mT for m, left, right in zip(matrices, p, own, strict=True)]
         q = _added(own, sums)
@@ -153,7 +159,7 @@ class PowerSGD(Codec):
 
 
 def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """An orthonormal basis of each one's columns (rows, rank), rows >= rank; those of one shape at once."""
+    """An orthonormal basis of the columns of each matrix (rows, rank), with rows >= rank. One QR call per shape."""
     by_shape: dict[torch.Size, list[int]] = {}
     for number, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(number)
@@ -166,7 +172,7 @@ def orthonormal(matrices: Sequence[Tensor]) -> list[Tensor]:
 
 
 class TopK(Codec):
-    """Of each tensor the elements of largest magnitude, at least one."""
+    """Sends each tensor's elements of largest magnitude, at least one per tensor."""
 
     def __init__(self, ratio: float = 0.01) -> None:
         self.name, self.ratio = f"topk:ratio={ratio:g}", ratio
@@ -178,7 +184,7 @@ class TopK(Codec):
         return min(numel, max(1, math.ceil(self.ratio * numel - 1e-9)))
 
     def encode(self, flat: Tensor, shapes: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """(indices into flat, int32 where they fit; values). As many on all replicas."""
+        """Return (indices into `flat`, values). Indices are int32 if they fit. All replicas have equal counts."""
         kind = torch.int32 if flat.numel() < 2**31 else torch.int64
         found, start = [torch.empty(0, dtype=kind, device=flat.device)], 0
         for part in flat.split([math.prod(shape) for shape in shapes]):
@@ -194,22 +200,22 @@ class TopK(Codec):
     def total(self, flat: Tensor, shapes: Sequence[Sequence[int]], states: Sequence[State], sums: Sums) -> list[State]:
         indices, values = self.encode(flat, shapes)
         kept = flat.clone()
-        kept[indices] -= values  # 0, and NaN where it was not finite
+        kept[indices] -= values  # 0; or NaN if the value was not finite
         everyones = zip(sums.gather(indices), sums.gather(values), strict=True)
         flat.zero_()
-        for their_indices, their_values in everyones:  # in one order on all replicas
+        for their_indices, their_values in everyones:  # in the same order on all replicas
             self.decode(their_indices, their_values, flat)
         return [{"residual": part} for part in kept.split([math.prod(shape) for shape in shapes])]
 
 
 def _cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Views of tensors that lie one after the other."""
+    """Split a flat tensor into views of these shapes."""
     parts = flat.split([math.prod(shape) for shape in shapes])
     return [part.view(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _added(tensors: Sequence[Tensor], sums: Sums) -> list[Tensor]:
-    """The sums over replicas of these, which travel together."""
+    """Sum each tensor over the replicas. All tensors are sent together."""
     if not tensors:
         return []
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -224,12 +230,12 @@ _OPTIONS = {"powersgd": "rank", "topk": "ratio"}
 
 
 def parse(text: str) -> Codec | None:
-    """The codec that `bf16`, `powersgd:rank=4` and so on name; None for "none".
+    """Parse `bf16`, `powersgd:rank=4` and so on into a codec; None for "none".
 
     Raises SettingError for an unknown name or option, or a value out of range.
     """
     if not isinstance(text, str):
-        raise SettingError(f'codec={text!r}: a name is needed, such as "bf16" or "powersgd:rank=4".')
+        raise SettingError(f'codec={text!r}: use a name such as "bf16" or "powersgd:rank=4".')
     name, _, rest = text.partition(":")
     if name not in CODECS:
         raise SettingError(f"codec={text!r} is not known. {suggest(name, CODECS)}")
@@ -247,7 +253,7 @@ def parse(text: str) -> Codec | None:
 
 def _rank(text: str, value: str) -> int:
     if not value.isascii() or not value.isdigit() or int(value) < 1:
-        raise SettingError(f"codec={text!r}: rank={value}: a whole number of at least 1 is needed.")
+        raise SettingError(f"codec={text!r}: rank={value}: use a whole number of at least 1.")
     return int(value)
 
 
@@ -257,5 +263,5 @@ def _ratio(text: str, value: str) -> float:
     except ValueError:
         ratio = 0.0
     if not 0 < ratio <= 1:
-        raise SettingError(f"codec={text!r}: ratio={value}: a number above 0 and up to 1 is needed.")
+        raise SettingError(f"codec={text!r}: ratio={value}: use a number above 0 and up to 1.")
     return ratio

@@ -1,7 +1,7 @@
-"""Memory of which this process has copies: pages that it has written to, of a mapping that others do not see.
+"""Find the pages of a private mapping that this process has written to.
 
-Such a mapping (mmap(2), MAP_PRIVATE) shows a file that others write to, until this process writes to a page of it: the
-kernel then gives the process a page of its own, whatever wrote to it. The kernel's table of pages tells them apart
+A private mapping (mmap(2), MAP_PRIVATE) shows the current contents of a shared file. Once this process writes to a
+page, the kernel gives it a private copy of that page. The kernel's page table marks the copies
 (proc_pid_pagemap(5): bit 61 is set for pages of files).
 """
 
@@ -20,7 +20,7 @@ _PRESENT, _SWAPPED, _OF_A_FILE = np.uint64(1 << 63), np.uint64(1 << 62), np.uint
 
 
 class CopiedPages:
-    """Of one mapping, which begins as it was shared."""
+    """The private copies of one mapping's pages. A new mapping has none."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
@@ -28,8 +28,8 @@ class CopiedPages:
         self._count = -(-len(memory) // PAGE)
 
     def numbers(self) -> npt.NDArray[np.int64]:
-        """The pages that this process has copies of, counted from the mapping's first, in order."""
-        table = os.open("/proc/self/pagemap", os.O_RDONLY)  # anew, since a fork has another one
+        """The sorted numbers of the copied pages, counted from the mapping's start."""
+        table = os.open("/proc/self/pagemap", os.O_RDONLY)  # opened at each call: a forked child has its own table
         try:
             entries = np.frombuffer(os.pread(table, 8 * self._count, 8 * self._first), dtype=np.uint64)
         finally:
@@ -38,12 +38,12 @@ class CopiedPages:
         return np.flatnonzero(there & ((entries & _OF_A_FILE) == 0))
 
     def forget(self) -> None:
-        """Drops the copies: every page shows what is shared again."""
+        """Drop the copies: every page shows the shared file again."""
         self._memory.madvise(mmap.MADV_DONTNEED)
 
 
 def visible() -> bool:
-    """Whether this system tells such pages apart."""
+    """Whether this system can distinguish private copies from shared pages."""
     handle = os.memfd_create("paceline")
     try:
         os.ftruncate(handle, 2 * PAGE)

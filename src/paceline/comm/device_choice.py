@@ -1,7 +1,7 @@
-"""Which device a process computes on, and which backends its process group has. Pure.
+"""Chooses the device of a process, and the backends of its process group. Pure functions.
 
-What a process cannot know alone, the others tell it before there is a process group (`process_group.Rendezvous`): on
-which machines they are, and which GPUs they have chosen.
+They need the machine and the GPU of every process. `process_group.Rendezvous` exchanges these before a process group
+exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:x
 
 
 def placed(world: World, hosts: Sequence[str]) -> World:
-    """The world with the places that follow from the machines of all ranks. hosts: one for each rank, in rank order."""
+    """Return the world with its local rank and node filled in. hosts: the machine of each rank, in rank order."""
     own = hosts[world.rank]
     ranks = [rank for rank, host in enumerate(hosts) if host == own]
     nodes = list(dict.fromkeys(hosts))
@@ -27,15 +27,15 @@ def placed(world: World, hosts: Sequence[str]) -> World:
 
 
 def choose(name: str | None, accelerator: str | None, count: int, world: World) -> torch.device:
-    """The device of this process.
+    """Choose the device of this process.
 
-    A process that sees one accelerator takes it, whatever its local rank: Slurm and MPI can bind one to each task, and
-    each task then sees its own as number 0.
+    A process that sees one accelerator takes it, whatever its local rank: Slurm and MPI can bind one accelerator to
+    each task, which then sees it as number 0.
 
     Args:
-        name: the setting; None: not given.
-        accelerator: the type of this machine's accelerators, such as "cuda"; None: it has none.
-        count: how many of them this process sees.
+        name: the setting `device`; None: not given.
+        accelerator: the type of this machine's accelerators, such as "cuda"; None: no accelerator.
+        count: the number of accelerators that this process sees.
 
     Raises:
         SettingError: there is no such device.
@@ -46,7 +46,7 @@ def choose(name: str | None, accelerator: str | None, count: int, world: World) 
         try:
             device = torch.device(name)
         except RuntimeError as error:
-            raise SettingError(f"device={name!r} is no device: {str(error).splitlines()[0]}") from None
+            raise SettingError(f"device={name!r} is not a device: {str(error).splitlines()[0]}") from None
     if device.type == "cpu":
         return device
     if device.type != accelerator:
@@ -55,16 +55,16 @@ def choose(name: str | None, accelerator: str | None, count: int, world: World) 
     if index is None:
         index = 0 if count == 1 else world.local_rank
     if index >= count:
+        seen = "1 device" if count == 1 else f"{count} devices"
         raise SettingError(
-            f"device {device.type}:{index}: {count} are visible to the process of local rank {world.local_rank}, of "
-            f"{world.local_size} on this machine. Start {count} processes on it, or name a device that is visible."
+            f"device {device.type}:{index}: local rank {world.local_rank} (of {world.local_size} on this machine) sees "
+            f"only {seen}. Start one process per visible device, or choose a visible device."
         )
     return torch.device(device.type, index)
 
 
 def sharing(cards: Sequence[str | None]) -> list[list[int]]:
-    """The ranks that have chosen one GPU, for each GPU that several have chosen. cards: of each rank the UUID of its
-    GPU; None: it has none, or it is not known."""
+    """The groups of ranks that share a GPU. cards: the UUID of each rank's GPU; None: no GPU, or UUID unknown."""
     ranks: dict[str, list[int]] = {}
     for rank, card in enumerate(cards):
         if card is not None:
@@ -73,13 +73,12 @@ def sharing(cards: Sequence[str | None]) -> list[list[int]]:
 
 
 def backend(kind: str, cards: Sequence[str | None] = ()) -> str | None:
-    """The backends of a process group, as torch.distributed takes them; None: torch's own choice.
+    """The backends of a process group, in torch.distributed's syntax; None: torch's default.
 
-    Gloo carries CPU tensors everywhere. NCCL carries those of GPUs, but refuses two ranks on one GPU: then gloo carries
-    them too.
+    Gloo carries CPU tensors, and NCCL carries GPU tensors. NCCL refuses two ranks on one GPU; then gloo carries both.
 
     Args:
-        kind: the type of the ranks' devices; "cpu" where at least one rank computes on the CPU.
+        kind: the type of the ranks' devices; "cpu" if at least one rank computes on the CPU.
         cards: see `sharing`.
     """
     if kind == "cuda" and sharing(cards):
@@ -88,9 +87,9 @@ def backend(kind: str, cards: Sequence[str | None] = ()) -> str | None:
 
 
 def note(shared: Sequence[Sequence[int]]) -> str:
-    """What the user is told where ranks share GPUs."""
+    """The warning for ranks that share GPUs."""
     groups = "; ".join(f"ranks {', '.join(map(str, ranks))}" for ranks in shared)
     return (
-        f"several processes compute on one GPU ({groups}). NCCL refuses that, so gloo carries their tensors, by way of "
-        "the host. This is for trying things out, and slow: for training start one process for each GPU."
+        f"several processes share one GPU ({groups}). NCCL does not support that, so gloo transfers their tensors "
+        "through host memory, which is slow. Use this for tests only. For training, start one process per GPU."
     )

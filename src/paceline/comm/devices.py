@@ -1,10 +1,10 @@
-"""Copies and sums between the devices of one process, of many tensors at once.
+"""Copies and sums of many tensors between the devices of one process.
 
-One copy for each parameter would cost a launch each, and between accelerators two events. So tensors of one dtype are
-flattened into buckets of about 25 MB on the device that has them. A bucket travels as one tensor, and is split where it
-arrives. Between accelerators a copy is enqueued on the current streams of both: the host waits for nothing, and what is
-enqueued later on either device runs after it. Where both are one device (logical devices on a CPU) nothing is
-flattened.
+A separate copy costs a kernel launch, and two events if it is between accelerators. To save these, tensors of one dtype
+are flattened into buckets of about 25 MB on the source device, sent as one tensor, and split on the target device.
+Between accelerators a copy is enqueued on the current streams of both: the host does not wait, and work enqueued later
+on either device runs after the copy. If source and target are the same device (logical devices on a CPU), tensors are
+not flattened.
 """
 
 from __future__ import annotations
@@ -14,28 +14,31 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm.collectives import buckets
+from paceline.comm.group import buckets
 from paceline.torch_private.core import flatten_dense, foreach_add_, foreach_copy_, unflatten_dense
 
 
 @torch.no_grad()
 def copy_tensors(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """targets[i] = sources[i], in place. Dense; the sources are on one device, the targets on one, of equal shapes."""
+    """Copy sources[i] into targets[i]. They are dense and have equal shapes.
+
+    All sources are on one device, and all targets are on one device.
+    """
     for positions, values in _arriving(sources, targets):
         foreach_copy_([targets[i] for i in positions], list(values))
 
 
 @torch.no_grad()
 def add_tensors(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """targets[i] += sources[i], in place. As for `copy_tensors`."""
+    """Add sources[i] to targets[i], in place. Same requirements as `copy_tensors`."""
     for positions, values in _arriving(sources, targets):
         foreach_add_([targets[i] for i in positions], list(values))
 
 
 @torch.no_grad()
 def sum_on_first(flats: Sequence[Tensor]) -> None:
-    """Each device's flat tensor becomes the sum of all: by NCCL, all devices at once, where it can; else the sum is
-    made on the first device, and copied back."""
+    """Replace each device's flat tensor by the sum of all. Uses NCCL on all devices at once if possible; otherwise adds
+    on the first device and copies back."""
     if flats[0].is_cuda and torch.cuda.nccl.is_available(flats):
         torch.cuda.nccl.all_reduce(list(flats))
         return
@@ -47,18 +50,18 @@ def sum_on_first(flats: Sequence[Tensor]) -> None:
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """(elements of all,): a new tensor, each in row-major order."""
+    """Join tensors into a new tensor (total elements,), each in row-major order."""
     return flatten_dense(tensors)
 
 
 def unflatten(flat: Tensor, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Views of the parts of a flat tensor, with the shapes of these."""
+    """Split a flat tensor into views with the shapes of `tensors`."""
     parts: Sequence[Tensor] = unflatten_dense(flat, tensors)
     return parts
 
 
 def _arriving(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> Iterator[tuple[list[int], Sequence[Tensor]]]:
-    """Positions, and the sources' values on the targets' device."""
+    """Yield positions in `sources`, with the values of those sources on the targets' device."""
     if not sources:
         return
     device = targets[0].device
@@ -75,5 +78,5 @@ def _on_one_device(source: Tensor, target: Tensor) -> bool:
 
 
 def _sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """On a device. A host that is sent something waits for it, since it may look at once."""
+    """Move a tensor to a device. A copy to the CPU is blocking, since the host may read the values at once."""
     return tensor.to(device, non_blocking=device.type != "cpu")

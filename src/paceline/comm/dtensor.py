@@ -1,7 +1,7 @@
-"""Sharded tensors: torch's DTensors, and whole tensors of which each process brings some rows up to date.
+"""Sharded tensors: torch's DTensors, and whole tensors with rows that different processes update.
 
-Rows are cut as torch.chunk cuts: ceil(rows / n) for each of n processes, the last ones fewer or none. torch's DTensor
-is loaded by the first strategy that shards; without one a call here costs a check of the tensor's class.
+Rows are split like torch.chunk: each of n processes gets ceil(rows / n), and the last processes get fewer or none. The
+first strategy that shards imports torch's DTensor. Before that, `is_sharded` only checks the tensor's class.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import transport
-from paceline.comm.collectives import buckets, device_of, rank_of, size_of
-from paceline.comm.mesh import Group
+from paceline.comm.group import Group, buckets
+from paceline.comm.mesh import world_group
 from paceline.torch_private.core import foreach_copy_
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
 def is_sharded(tensor: Any) -> TypeGuard[Tensor]:
-    """Whether it is a DTensor, of which this process may hold a local part only."""
+    """Whether the tensor is a DTensor, so that this process may hold only a local part."""
     if type(tensor) in _PLAIN or "torch.distributed.tensor" not in sys.modules:
         return False
     return isinstance(tensor, sys.modules["torch.distributed.tensor"].DTensor)
@@ -33,7 +32,7 @@ def any_sharded(tensors: Iterable[Tensor]) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor, in the same memory; any other tensor itself."""
+    """Return a DTensor's local tensor, which shares its memory. Any other tensor is returned unchanged."""
     if type(tensor) in _PLAIN or not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -42,26 +41,28 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def rows_of(rows: int, rank: int, size: int) -> tuple[int, int]:
-    """(start, end): the rows of rank `rank` of `size`."""
+    """(start, end): the rows of rank `rank` if `rows` rows are split over `size` ranks."""
     each = -(-rows // size)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
 def whole_on_main(tensor: Tensor) -> Tensor:
-    """Gathers a sharded tensor to the CPU of rank 0; other ranks get a tensor of its shape on "meta". Collective; while
-    it runs each process holds the tensor whole on its device."""
+    """Gather a sharded tensor to the CPU of rank 0; other ranks get a tensor of its shape on "meta".
+
+    Collective. Meanwhile each process holds the whole tensor on its device.
+    """
     placements = tensor.placements  # type: ignore[attr-defined]
-    if sum(not placement.is_replicate() for placement in placements) > 1:  # the outer dimension has cut last
+    if sum(not placement.is_replicate() for placement in placements) > 1:  # the outer dimension was sharded last
         from torch.distributed.tensor import Replicate
 
         parts = [Replicate(), *placements[1:]]
         tensor = tensor.redistribute(placements=parts)  # type: ignore[attr-defined]
     full = tensor.full_tensor().detach()  # type: ignore[attr-defined]
-    return full.cpu() if rank_of() == 0 else torch.empty_like(full, device="meta")
+    return full.cpu() if world_group().rank == 0 else torch.empty_like(full, device="meta")
 
 
 def sharded_like(own: Tensor, whole: Tensor) -> Tensor:
-    """A copy of `whole`, sharded as `own` is; replicated, where it has another shape than `own`."""
+    """A copy of `whole`, sharded like `own`; replicated if its shape differs."""
     from torch.distributed.tensor import DTensor, Replicate
 
     from paceline.torch_private.distributed_tensor import part_of
@@ -69,12 +70,12 @@ def sharded_like(own: Tensor, whole: Tensor) -> Tensor:
     mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
     part, alike = whole.detach(), whole.shape == own.shape
     if alike and not all(placement.is_replicate() for placement in placements):
-        # Where several dimensions of the mesh cut one of the tensor, the last has cut first: `tensor`, then `shard`.
+        # If several mesh dimensions shard one tensor dimension, the last was applied first: `tensor`, then `shard`.
         for dim in reversed(range(mesh.ndim)):
             placement, size, rank = placements[dim], mesh.size(dim), mesh.get_local_rank(dim)
             if placement.is_replicate():
                 continue
-            if dim == mesh.ndim - 1:  # also q, k and v side by side, each of which is cut
+            if dim == mesh.ndim - 1:  # also handles q, k and v in one tensor, each sharded separately
                 part = part_of(part, placement, size, rank)
             else:
                 first, last = rows_of(part.size(placement.dim), rank, size)
@@ -87,22 +88,24 @@ def sharded_like(own: Tensor, whole: Tensor) -> Tensor:
     return made
 
 
-def gather_rows(tensors: Iterable[Tensor], group: Group = None) -> None:
-    """All-gathers rows, in place, about 25 MB at a time: each rank of the group has updated its own rows of these
-    tensors. All ranks pass tensors of the same shapes and dtypes in the same order."""
-    size, rank = size_of(group), rank_of(group)
+def gather_rows(tensors: Iterable[Tensor], group: Group) -> None:
+    """All-gather rows in place, about 25 MB at a time. Each rank of the group has updated its rows of these tensors.
+
+    All ranks pass tensors of the same shapes and dtypes in the same order.
+    """
+    size, rank = group.size, group.rank
     if size == 1:
         return
     listed = [tensor.detach() for tensor in tensors if tensor.numel()]
     for positions in buckets(listed):
         bucket = [listed[position] for position in positions]
-        each = [-(-t.size(0) // size) * t[0].numel() for t in bucket]  # elements, padded to the most of a rank
+        each = [-(-t.size(0) // size) * t[0].numel() for t in bucket]  # elements, padded to the largest share
         width = sum(each)
         sent = bucket[0].new_empty(width)
         starts = [sum(each[:i]) for i in range(len(each))]
         pieces = [t[slice(*rows_of(t.size(0), rank, size))] for t in bucket]
         foreach_copy_([sent[a : a + p.numel()].view(p.shape) for a, p in zip(starts, pieces)], pieces)
-        received = transport.all_gather(sent.to(device_of(group, sent.device)), group).to(sent.device).view(size, width)
+        received = group.all_gather(sent).view(size, width)
         into: list[Tensor] = []
         values: list[Tensor] = []
         for t, start in zip(bucket, starts, strict=True):

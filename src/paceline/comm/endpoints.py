@@ -1,11 +1,11 @@
 """Endpoints for the reducers (comm/reducers.py): between processes, and between threads of one process.
 
-Between processes tensors travel as bytes, point to point, in a process group of their own. So they never mix with a
-collective of another thread of the process.
+Between processes tensors are sent as bytes, point to point, in a separate process group. So they never mix with
+another thread's collectives.
 
-Between threads the sender puts a tensor into the receiver's box, and the receiver copies it onto its own device. The
-sender waits for the copy, since it may overwrite the tensor afterwards. On an accelerator only streams wait: the
-receiver's for the sender's work so far, then the sender's for the copy.
+Between threads the sender puts a tensor into the receiver's box, and the receiver copies it to its device. The sender
+waits for the copy, because it may overwrite the tensor afterwards. On accelerators only streams wait: the receiver's
+stream waits for the sender's work so far, and then the sender's stream waits for the copy.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import collectives
+from paceline.comm.mesh import new_group, world_group
 from paceline.errors import PacelineError
 
 
 class ProcessEndpoint:
-    """One replica in each process of the world. All processes make it together.
+    """The endpoint of a process, if each process of the world has one replica. The constructor is collective.
 
-    node: the number of this process's machine, for `machines`. device: where most of its tensors will lie.
+    node: the number of this process's machine, for `machines`. device: the device of most tensors to send.
     """
 
     def __init__(self, node: int = 0, device: torch.device | None = None) -> None:
-        self._group = dist.new_group() if collectives.size_of() > 1 else None
-        self.rank, self.size = collectives.rank_of(self._group), collectives.size_of(self._group)
+        self._group = new_group()
+        self.rank, self.size = self._group.rank, self._group.size
         places: dict[int, list[int]] = {}
-        for rank, its_node in enumerate(collectives.gather_objects(node)):
+        for rank, its_node in enumerate(world_group().gather(node)):
             places.setdefault(its_node, []).append(rank)
         self.machines: Sequence[Sequence[int]] = list(places.values())
-        # NCCL wants all ranks in the first call of a group, and some reducers begin with two of them.
-        collectives.all_reduce(torch.zeros(1, device=device), group=self._group)
+        # NCCL requires all ranks in a group's first call, and some reducers begin with two ranks.
+        self._group.all_reduce(torch.zeros(1, device=device))
 
     def exchange(self, send: Tensor | None, to: int, into: Tensor | None, source: int) -> None:
-        # The receive is asked for first: gloo tells the other side, which sends then, and not only when all of `send`
-        # has gone (see direct.py).
+        # The receive is posted first, so that the other side can send at once instead of after all of `send` has
+        # arrived (see direct.py).
         operations, arriving = [], None
         if into is not None and into.numel():
             arriving = into.view(torch.uint8)
-            arriving = arriving.to(collectives.device_of(self._group, into.device))  # itself where that can receive
-            operations.append(dist.P2POp(dist.irecv, arriving, group=self._group, group_peer=source))
+            arriving = arriving.to(self._group.device(into.device))  # no copy if the backend can receive there
+            operations.append(dist.P2POp(dist.irecv, arriving, group=self._group.native, group_peer=source))
         if send is not None and send.numel():
-            sent = send.view(torch.uint8).to(collectives.device_of(self._group, send.device))
-            operations.append(dist.P2POp(dist.isend, sent, group=self._group, group_peer=to))
+            sent = send.view(torch.uint8).to(self._group.device(send.device))
+            operations.append(dist.P2POp(dist.isend, sent, group=self._group.native, group_peer=to))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         if into is not None and arriving is not None and arriving.device != into.device:
@@ -57,7 +57,7 @@ class ProcessEndpoint:
 
 
 class ReplicaStopped(PacelineError):
-    """Ends a replica's exchange because another replica failed, whose own error says why."""
+    """Ends a replica's exchange because another replica failed. The other replica raises the error with the reason."""
 
 
 @dataclass
@@ -65,14 +65,14 @@ class _Parcel:
     """A tensor on its way to another thread."""
 
     tensor: Tensor
-    ready: torch.Event | None  # when the sender's enqueued work is done; None on a CPU
-    copied: torch.Event | None = None  # when the receiver's copy is done
+    ready: torch.Event | None  # the sender's enqueued work is done; None on a CPU
+    copied: torch.Event | None = None  # the receiver's copy is done; None on a CPU
     received: bool = False
 
 
 @dataclass
 class _Boxes:
-    """What the threads share, guarded by `changed`: for each (sender, receiver) its parcels, in order."""
+    """The state that all threads share, guarded by `changed`. waiting: (sender, receiver) -> parcels, oldest first."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     waiting: dict[tuple[int, int], deque[_Parcel]] = field(default_factory=lambda: defaultdict(deque))
@@ -80,7 +80,7 @@ class _Boxes:
 
 
 class ThreadEndpoint:
-    """One replica on a thread; `thread_endpoints` makes them."""
+    """The endpoint of a replica on a thread. Made by `thread_endpoints`."""
 
     def __init__(self, boxes: _Boxes, rank: int, size: int, machines: Sequence[Sequence[int]]) -> None:
         self.rank, self.size, self.machines = rank, size, machines
@@ -100,7 +100,7 @@ class ThreadEndpoint:
             _after(parcel.copied, parcel.tensor.device)
 
     def abandon(self) -> None:
-        """This replica has failed, or stops: all others' exchanges, now and later, raise ReplicaStopped."""
+        """Report that this replica failed or stops: the others' current and later exchanges raise ReplicaStopped."""
         with self._boxes.changed:
             self._boxes.failed = True
             self._boxes.changed.notify_all()
@@ -109,7 +109,7 @@ class ThreadEndpoint:
         box = source, self.rank
         self._wait_for(lambda: bool(self._boxes.waiting[box]))
         parcel = self._boxes.waiting[box].popleft()  # no other thread receives from this box
-        # torch copies between devices on the sender's device, on the stream that is current for it in this thread.
+        # torch copies between devices on the sender's device, on that device's current stream in this thread.
         _after(parcel.ready, parcel.tensor.device)
         _after(parcel.ready, into.device)
         into.copy_(parcel.tensor)
@@ -122,14 +122,17 @@ class ThreadEndpoint:
         with self._boxes.changed:
             self._boxes.changed.wait_for(lambda: self._boxes.failed or happened())
             if self._boxes.failed:
-                raise ReplicaStopped("This replica was stopped because another one failed.")
+                raise ReplicaStopped("This replica was stopped because another replica failed.")
 
 
 def thread_endpoints(size: int, machines: Sequence[Sequence[int]] | None = None) -> list[ThreadEndpoint]:
-    """One endpoint for each of `size` threads, which call the same reducers in the same order, all at the same time
-    (a thread that waits for a turn to run would wait for ever). machines: see Endpoint; all near each other if None.
+    """Make one endpoint for each of `size` threads.
 
-    A thread that fails calls `abandon` on its endpoint, which frees the others; make new endpoints then.
+    The threads call the same reducers in the same order. They must run concurrently: with threads that take turns, the
+    first exchange would deadlock. machines: see Endpoint; None: all replicas are in one group.
+
+    A thread that fails calls `abandon` on its endpoint, which releases the other threads. Make new endpoints after
+    that.
     """
     boxes = _Boxes()
     groups = [range(size)] if machines is None else machines
@@ -137,7 +140,7 @@ def thread_endpoints(size: int, machines: Sequence[Sequence[int]] | None = None)
 
 
 def _mark(device: torch.device) -> torch.Event | None:
-    """An event after all that this thread has enqueued on a device."""
+    """Record an event after all work that this thread has enqueued on a device."""
     if device.type == "cpu":
         return None
     event = torch.Event(device=device)
@@ -146,6 +149,6 @@ def _mark(device: torch.device) -> torch.Event | None:
 
 
 def _after(event: torch.Event | None, device: torch.device) -> None:
-    """What this thread enqueues on a device from here on runs after an event."""
+    """Make later work of this thread on a device wait for an event."""
     if event is not None and device.type != "cpu":
         torch.get_device_module(device).current_stream(device).wait_event(event)

@@ -1,13 +1,13 @@
-"""Makes it safe to fork beside gloo's threads, as every DataLoader with workers does.
+"""Makes forks safe while gloo's threads run. Every DataLoader with workers forks.
 
-Gloo's threads drop a finished collective's tensors a moment after its waiter has gone on. A thread that drops the last
-reference to a tensor that Python knows must enter the interpreter. If a process forks at that instant, CPython up to
-3.11 hangs in the child: `PyOS_AfterFork_Child` takes the lock on the list of thread states, which the thread held,
-before it makes that lock anew (seen with gdb, once in some 2,000 forks right after a collective on a loaded machine).
-Therefore:
+Gloo's threads drop a finished collective's tensors shortly after the waiting thread continues. If a gloo thread drops
+the last reference to a tensor known to Python, it must enter the interpreter. If the process forks at that instant,
+CPython up to 3.11 hangs in the child: `PyOS_AfterFork_Child` takes the lock on the list of thread states, which the
+gloo thread held, before it re-creates that lock (seen with gdb, once in some 2,000 forks right after a collective on a
+loaded machine). Therefore:
 
-1. `keep` holds what was sent until gloo has dropped it: then its threads never drop the last reference.
-2. Before a fork gloo's threads get a moment to drop what was not sent through `keep`.
+1. `keep` holds sent tensors until gloo has dropped them, so that gloo's threads never drop the last reference.
+2. Before a fork, a short wait lets gloo's threads drop the tensors that were not passed to `keep`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.torch_private.core import use_count
 
-_LARGE = 2**20  # elements: not kept until the next collective, but waited for
+_LARGE = 2**20  # elements; for larger tensors `keep` waits instead of holding them
 _WAIT_SECONDS = 0.02
 _MOMENT_SECONDS = 0.002
 
@@ -28,11 +28,11 @@ _kept: list[Tensor] = []
 
 
 def _in_use(tensors: list[Tensor]) -> list[Tensor]:
-    return [tensor for tensor in tensors if use_count(tensor) > 1]  # one is Python's
+    return [tensor for tensor in tensors if use_count(tensor) > 1]  # Python holds one reference
 
 
 def keep(*tensors: Tensor) -> None:
-    """Call it with the tensors of a collective, when that has finished and its `Work` is gone."""
+    """Hold the tensors of a finished collective until gloo drops them. Call it after the `Work` object is deleted."""
     _kept[:] = _in_use(_kept)
     on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
     _kept.extend(tensor for tensor in on_cpu if tensor.numel() <= _LARGE)
@@ -40,7 +40,7 @@ def keep(*tensors: Tensor) -> None:
 
 
 def _wait_for(tensors: list[Tensor]) -> None:
-    """Waits until gloo has dropped them, for a moment at most: a view or a graph may hold them too."""
+    """Wait until gloo has dropped the tensors, at most _WAIT_SECONDS: a view or an autograd graph may hold them too."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while _in_use(tensors) and time.monotonic() < deadline:
         time.sleep(0.0001)

@@ -1,4 +1,4 @@
-"""The state of the generators that a process's threads share: torch's, Python's and NumPy's."""
+"""Save and restore the random generators that the threads of a process share: torch's, Python's and NumPy's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def get_state(device: torch.device | None = None) -> dict[str, Any]:
-    """The state of all generators, as a tree that checkpoints can hold."""
+    """The state of all generators, in a form that checkpoints can hold."""
     state: dict[str, Any] = {
         "torch": torch.default_generator.get_state(),
         "python": random.getstate(),
@@ -22,7 +22,7 @@ def get_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def set_state(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Puts back what `get_state` returned."""
+    """Restore a state from `get_state`."""
     torch.default_generator.set_state(state["torch"])
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))

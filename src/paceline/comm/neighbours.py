@@ -1,11 +1,11 @@
 """Small tensors between the processes of one machine, over Unix sockets.
 
-Gloo hands each operation to threads of its own, on both sides: an all-reduce of 1 KB takes many times as long as a
-message over a socket that the calling thread itself writes and reads (benchmarks/README.md, "Batch norm"). A layer that
-needs a sum in the middle of its forward waits for all of that.
+Gloo passes each operation to its own threads, on both sides. So an all-reduce of 1 KB takes many times longer with gloo
+than over sockets that the calling threads write and read (benchmarks/README.md, "Batch norm"). A layer that sums in the
+middle of its forward must wait that long.
 
-Every two neighbours have a connection. In an exchange each of them sends its bytes to all others and then reads theirs.
-Nobody can be more than one exchange ahead, so that two messages at most lie in a connection's buffer.
+Every pair of neighbours has a connection. In an exchange each process sends its bytes to all others, and then reads
+theirs. A process can be at most one exchange ahead, so a connection's buffer holds at most two messages.
 """
 
 from __future__ import annotations
@@ -18,45 +18,53 @@ import struct
 import tempfile
 import weakref
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import collectives, mesh
-from paceline.comm.mesh import Group
 from paceline.comm.waits import waits
 from paceline.errors import UsageError
 from paceline.torch_private.core import profiling
 
 MOST_BYTES = 2**15
-"""Of a tensor. Two of them, in every connection, fit into the buffers of any kernel; larger ones cost gloo no more."""
+"""The largest tensor. For larger tensors gloo is as fast. Two of this size per connection fit into kernel buffers."""
 
 MOST = 16
-"""Neighbours. Each sends to each, so that more of them are better served by gloo's ring."""
+"""The largest group. Each process sends to every other, so gloo's ring is faster in larger groups."""
 
-_HEAD = struct.Struct("=QQ")  # the number of the exchange, and how many bytes follow
-_SECONDS = 1800  # that a neighbour may be late, as gloo's timeout
 
-_open: weakref.WeakSet[Neighbours] = weakref.WeakSet()  # closed in a forked child, as a DataLoader's worker is
+class Peers(Protocol):
+    """The part of a group's interface (group.py) that the sockets need."""
+
+    size: int
+    rank: int
+
+    def gather(self, obj: Any) -> list[Any]: ...
+
+
+_HEAD = struct.Struct("=QQ")  # the number of the exchange, and the number of bytes that follow
+_SECONDS = 1800  # timeout of a connection, the same as gloo's
+
+_open: weakref.WeakSet[Neighbours] = weakref.WeakSet()  # closed in forked children, such as a DataLoader's workers
 
 
 @waits("rows")
 class Neighbours:
-    """The other processes of a group, all on this machine, as one of them sees them."""
+    """The other processes of a group, all on this machine, seen from one of them."""
 
-    def __init__(self, connections: list[socket.socket | None], group: Group = None) -> None:
+    def __init__(self, connections: list[socket.socket | None], group: Peers) -> None:
         self.group = group
         self._connections = connections  # by rank in the group; None for this process
         self.rank, self.size = connections.index(None), len(connections)
-        self._count = 0  # how many exchanges there were
+        self._count = 0  # number of exchanges
         _open.add(self)
 
     def rows(self, row: Tensor) -> Tensor:
         """(processes, ...): all processes' tensors, in rank order. Collective.
 
-        row: on the CPU, of one shape and dtype everywhere, of at most MOST_BYTES. Raises ConnectionError where a
-        process has gone, and UsageError where another has come to another exchange.
+        row: a CPU tensor of at most MOST_BYTES, with the same shape and dtype on all processes. Raises ConnectionError
+        if a process has ended, and UsageError if another process makes a different exchange.
         """
         if not profiling():
             return self._rows(row)
@@ -84,7 +92,10 @@ class Neighbours:
         return table
 
     def share(self, handle: int) -> int:
-        """An open file of rank 0, as a descriptor of this process. Collective. handle: rank 0's."""
+        """Share an open file of rank 0. Returns this process's descriptor of that file. Collective.
+
+        handle: rank 0's descriptor; ignored on other ranks.
+        """
         if self.rank == 0:
             for connection in self._connections:
                 if connection is not None:
@@ -96,26 +107,29 @@ class Neighbours:
         return received
 
     def check(self) -> None:
-        """Raises ConnectionError where a process has gone. Between exchanges, when nobody sends; it does not wait."""
+        """Raises ConnectionError if a process has ended. Call it between exchanges; it does not wait."""
         for rank, connection in enumerate(self._connections):
-            # Not by recv(MSG_DONTWAIT): a socket with a timeout first waits for that long until it can be read.
+            # Not by recv(MSG_DONTWAIT): a socket with a timeout would first wait for the whole timeout.
             if connection is not None and select.select([connection], [], [], 0)[0]:
                 raise _gone(rank)
 
     def close(self) -> None:
-        """Ends the connections. What was sent can still be read at their other ends."""
+        """Close the connections. Data already sent can still be read at the other ends."""
         for connection in self._connections:
             if connection is not None:
                 connection.close()
 
 
-def meet(group: Group, able: bool = True) -> Neighbours | None:
-    """Connect the processes of a group. Collective. None, on all of them, where they are on several machines, too many,
-    or cannot reach each other's sockets, as from one container to another; or one is not `able` to do what is meant."""
-    size, rank = collectives.size_of(group), collectives.rank_of(group)
+def find_neighbours(group: Peers, able: bool = True) -> Neighbours | None:
+    """Connect the processes of a group. Collective.
+
+    Returns None on all processes if they are on several machines, if there are more than MOST, if they cannot reach
+    each other's sockets (as in separate containers), or if one of them passes able=False.
+    """
+    size, rank = group.size, group.rank
     if size > MOST:
         return None
-    place = Path(tempfile.mkdtemp(prefix="paceline-"))  # that this user alone may enter
+    place = Path(tempfile.mkdtemp(prefix="paceline-"))  # accessible to this user only
     connections: list[socket.socket | None] = [None] * size
     try:
         with socket.socket(socket.AF_UNIX) as listening:
@@ -123,12 +137,12 @@ def meet(group: Group, able: bool = True) -> Neighbours | None:
             try:
                 listening.bind(path)
                 listening.listen(size)
-            except OSError:  # a path that is too long for a socket's address
+            except OSError:  # the path is too long for a socket's address
                 path = ""
-            paths = collectives.gather_objects((_host(), path if able else ""), group)
+            paths = group.gather((_host(), path if able else ""))
             reached = len({host for host, _ in paths}) == 1 and all(path for _, path in paths)
             reached = reached and _connect(connections, [path for _, path in paths[:rank]], rank)
-            if all(collectives.gather_objects(reached, group)):
+            if all(group.gather(reached)):
                 _accept(listening, connections)
                 return Neighbours(connections, group)
         for connection in connections:
@@ -140,7 +154,7 @@ def meet(group: Group, able: bool = True) -> Neighbours | None:
 
 
 def _host() -> tuple[str, str]:
-    """Names this host, or what stands for one: its name, and the namespace of its network, where there are such."""
+    """Identify this host: its name and its network namespace ("" on systems without namespaces)."""
     try:
         return socket.gethostname(), os.readlink("/proc/self/ns/net")
     except OSError:
@@ -148,7 +162,7 @@ def _host() -> tuple[str, str]:
 
 
 def _connect(connections: list[socket.socket | None], paths: list[str], rank: int) -> bool:
-    """Connect to the processes of lower rank and send each this process's rank. Whether all could be reached."""
+    """Connect to all processes of lower rank, and send them `rank`. Returns whether all could be reached."""
     for other, path in enumerate(paths):
         connections[other] = connection = socket.socket(socket.AF_UNIX)
         try:
@@ -160,7 +174,7 @@ def _connect(connections: list[socket.socket | None], paths: list[str], rank: in
 
 
 def _accept(listening: socket.socket, connections: list[socket.socket | None]) -> None:
-    """The connections of the processes of higher rank, which have all been made."""
+    """Accept the connections of the processes of higher rank, which have all connected by now."""
     for _ in range(len(connections) - 1 - sum(connection is not None for connection in connections)):
         connection, _ = listening.accept()
         connections[connection.recv(1)[0]] = connection
@@ -170,7 +184,7 @@ def _accept(listening: socket.socket, connections: list[socket.socket | None]) -
 
 
 def _receive(connection: socket.socket, into: memoryview, head: bytes, rank: int) -> None:
-    """Read one message, which begins with this head."""
+    """Read one message from `rank` into `into`, and check that it begins with `head`."""
     found = bytearray(len(head))
     for part in (memoryview(found), into):
         read = 0
@@ -185,26 +199,14 @@ def _receive(connection: socket.socket, into: memoryview, head: bytes, rank: int
         if bytes(found) != head:
             (ours, size), (theirs, other) = _HEAD.unpack(head), _HEAD.unpack(found)
             raise UsageError(
-                f"rank {rank} exchanges {other} bytes as its sum number {theirs}, and this process {size} as number "
-                f"{ours}: the processes run different layers. Give all of them one model and one path through it."
+                f"rank {rank} sends {other} bytes for its sum number {theirs}, but this process sends {size} bytes for "
+                f"sum number {ours}: the processes run different layers. Run the same layers of the same model on all "
+                "processes."
             )
 
 
 def _gone(rank: int) -> ConnectionError:
-    return ConnectionError(f"connection closed by peer: rank {rank} of the processes on this machine has gone")
-
-
-def here(group: Group, tensor: Tensor) -> Neighbours | None:
-    """The neighbours that carry this tensor to all processes of the group; None where gloo or NCCL must. Collective at
-    the first call for a group, since the processes meet then."""
-    here = mesh.current()
-    if tensor.device.type != "cpu" or tensor.nbytes > MOST_BYTES:
-        return None
-    key = id(dist.group.WORLD), group
-    if key not in here.neighbours:
-        here.neighbours[key] = meet(group)
-    found: Neighbours | None = here.neighbours[key]
-    return found
+    return ConnectionError(f"connection closed by peer: rank {rank} on this machine is lost")
 
 
 def _in_child() -> None:

@@ -1,7 +1,8 @@
 """Python values as messages: JSON of known types, and the bytes of tensors. Nothing is pickled.
 
-gloo and NCCL ask nobody who connects. Whoever reaches their ports can send wrong values, as well as wrong gradients,
-but no code: to read a message runs nothing that stands in it. plain_state.py says which types are known.
+gloo and NCCL do not authenticate connections. Anyone who reaches their ports can send wrong values or gradients, but
+cannot make a process run code: reading a message never executes its content. plain_state.py defines the supported
+types.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from paceline import plain_state
 from paceline.comm import wire
 from paceline.errors import UsageError, WorldError
 
-_LENGTH = struct.Struct("<Q")  # of the JSON that follows it; the tensors' bytes follow that
+_LENGTH = struct.Struct("<Q")  # the length of the JSON, which follows; then come the tensors' bytes
 
 
 def to_bytes(value: Any, what: str) -> bytes:
-    """The message of a value. what: the first words of errors. Raises UsageError for a value of another type, with its
-    place in the value and the remedy."""
+    """Encode a value. what: the first words of errors. Raises UsageError for an unsupported type, with its position in
+    the value and the remedy."""
     document, tensors = plain_state.encode(value, what, sent=True)
     head, *frames = wire.pack({"document": document}, tensors.items())
     return b"".join([_LENGTH.pack(len(head)), head, *frames])
 
 
 def refusal(error: UsageError) -> bytes:
-    """The message in place of a value that cannot be sent: whoever reads it raises this error too, and waits for
-    nothing."""
+    """Encode the error of a value that cannot be sent. The receivers raise the same error instead of waiting for
+    data."""
     head, *_ = wire.pack({"refused": str(error)})
     return _LENGTH.pack(len(head)) + bytes(head)
 
 
 def from_bytes(message: memoryview, rank: int) -> Any:
-    """The value of a message, with tensors on the CPU, in memory of their own. rank: whose message it is. Raises
-    WorldError for bytes that are no message, and the UsageError of a value that its rank could not send."""
+    """Decode a message. Tensors are on the CPU, in new memory. rank: the sender. Raises WorldError for invalid bytes,
+    and UsageError if the sender could not send its value."""
     try:
         (length,) = _LENGTH.unpack_from(message)
         frames, at = [message[_LENGTH.size : _LENGTH.size + length]], _LENGTH.size + length
@@ -52,12 +53,12 @@ def from_bytes(message: memoryview, rank: int) -> Any:
         return plain_state.decode(header["document"], tensors)
     except UsageError:
         raise
-    except Exception as error:  # whatever numbers and names that nobody vouches for bring torch and json to raise
+    except Exception as error:  # unauthenticated bytes may make torch and json raise anything
         raise not_ours(rank, error) from error
 
 
 def without_tensors(value: Any, what: str) -> tuple[bytes, list[Tensor]]:
-    """As `to_bytes`, but the message has only the forms of the tensors, which travel by themselves."""
+    """Like `to_bytes`, but the message has only the tensors' names, dtypes and shapes. Returns (message, tensors)."""
     document, tensors = plain_state.encode(value, what, sent=True)
     forms = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
     head, *_ = wire.pack({"document": document, "forms": forms})
@@ -65,7 +66,7 @@ def without_tensors(value: Any, what: str) -> tuple[bytes, list[Tensor]]:
 
 
 class Awaited:
-    """A value of which the message without its tensors has come.
+    """A value that has arrived without the data of its tensors.
 
     tensors: on the CPU, to be filled in this order.
     """
@@ -87,7 +88,7 @@ class Awaited:
         self.tensors = list(self._tensors.values())
 
     def value(self) -> Any:
-        """The value, when its tensors are filled. Raises WorldError as `from_bytes` does."""
+        """Return the value. Fill `tensors` first. Raises WorldError for invalid bytes."""
         try:
             return plain_state.decode(self._document, self._tensors)
         except plain_state.Unreadable as error:
@@ -96,12 +97,12 @@ class Awaited:
 
 def _raise_refusal(header: Any, rank: int) -> None:
     if "refused" in header:
-        raise UsageError(f"{header['refused']} (The value is rank {rank}'s.)")
+        raise UsageError(f"{header['refused']} (The value is from rank {rank}.)")
 
 
 def not_ours(rank: int, error: Exception) -> WorldError:
-    """The error for bytes of a rank that are no message."""
+    """The error for invalid bytes from a rank."""
     return WorldError(
-        f"what came from rank {rank} is no message of Paceline ({type(error).__name__}: {error}). Either the processes "
-        "do not make the same calls, or something else writes to their connections: see docs/security.md."
+        f"the data from rank {rank} is not a Paceline message ({type(error).__name__}: {error}). Either the processes "
+        "make different calls, or another program writes to their connections: see docs/security.md."
     )

@@ -1,19 +1,19 @@
-"""Reducers: algorithms that add a tensor up over replicas, in place, each written once.
+"""Reducers: algorithms that sum a tensor over replicas, in place.
 
-A replica reaches the others only through an `Endpoint`, by which it sends a tensor to one of them and receives one from
-another at the same time. comm/endpoints.py has two: between processes, and between threads of one process. So a reducer
-does not know whether it runs on several machines or on several devices of one.
+A replica reaches the others only through an `Endpoint`, which sends a tensor to one replica and at the same time
+receives a tensor from another. comm/endpoints.py has an endpoint between processes, and an endpoint between threads of
+one process. So the same reducer code runs on several machines, and on several devices of one machine.
 
-Every sum is finished on one replica and copied from there: all replicas end with the same bits.
+Every sum is finished on one replica and copied from there, so all replicas end with the same bits.
 
-n replicas, B bytes:
-  ring             n pieces travel around a ring, twice.       Each sends 2 (n - 1) / n B, in 2 (n - 1) turns.
-  hierarchical     to one replica on each machine, the ring    A machine sends and receives 2 (m - 1) / m B (m machines)
-                   between those, and back. (Where the         whatever number of replicas it has.
-                   processes of a machine share memory, they
-                   add up and copy there: codec_sums.py.)
-  reduce_to_one    to the first replica, and back, by trees.   The first sends and receives up to log2(n) B, the others
-                                                               about B each; 2 log2(n) turns.
+Costs for n replicas on m machines, and tensors of B bytes:
+
+  ring            n pieces travel around a ring twice. Each replica sends 2 (n - 1) / n B bytes, in 2 (n - 1) turns.
+  hierarchical    Each machine sums to its first replica. These replicas run the ring, and then copy the sum to the
+                  others on their machine. A machine sends and receives 2 (m - 1) / m B bytes, independent of its number
+                  of replicas. (If the processes of a machine share memory, they sum and copy in it: codec_sums.py.)
+  reduce_to_one   A tree sums to the first replica, and a tree copies back, in 2 log2(n) turns. The first replica sends
+                  and receives up to log2(n) B bytes, the others about B bytes each.
 """
 
 from __future__ import annotations
@@ -36,35 +36,35 @@ class Endpoint(Protocol):
 
     @property
     def machines(self) -> Sequence[Sequence[int]]:
-        """All ranks in groups that are near each other: a machine, a socket, a switch."""
+        """All ranks, grouped by machine (or by socket or switch)."""
 
     def exchange(self, send: Tensor | None, to: int, into: Tensor | None, source: int) -> None:
-        """Sends `send` to replica `to`, and receives `into` from replica `source`, both at once.
+        """Send `send` to replica `to` and receive `into` from replica `source`, both at once.
 
-        Either may be None. The tensors are contiguous and have the length that the other side passes. Both may be used
-        and overwritten afterwards (on an accelerator: by what is enqueued from here on).
+        Either tensor may be None. Tensors are contiguous, and equally long on both sides. After the call they may be
+        read and overwritten (on an accelerator: by work enqueued after the call).
         """
 
 
 Reducer = Callable[[Tensor, Endpoint], None]
-"""Replaces a 1-d contiguous tensor by the sum of all replicas' tensors of that length and dtype."""
+"""Replaces a 1-d contiguous tensor by its sum over the replicas. They pass the same length and dtype."""
 
 
 def ring(flat: Tensor, endpoint: Endpoint) -> None:
     """Ring all-reduce (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations"), which Horovod brought to deep learning (Sergeev and Del Balso 2018).
 
-    Two phases of n - 1 turns. In each turn every replica hands one of n pieces to its right neighbour.
+    Two phases of n - 1 turns. In each turn every replica sends one of n pieces to its right neighbour.
     """
     rank, n = endpoint.rank, endpoint.size
     if n == 1 or flat.numel() == 0:
         return
     right, left = (rank + 1) % n, (rank - 1) % n
-    pieces = flat.tensor_split(n)  # the first numel % n are one longer; some are empty where numel < n
+    pieces = flat.tensor_split(n)  # the first numel % n pieces have one element more; some are empty if numel < n
     received = torch.empty_like(pieces[0])
 
-    # Phase 1, scatter-reduce: a piece gains one replica's addend in each turn; in the end replica r holds the whole sum
-    # of piece r + 1.
+    # Phase 1, scatter-reduce: a piece gains one replica's addend in each turn. At the end replica r holds the complete
+    # sum of piece r + 1.
     for turn in range(n - 1):
         own, gained = pieces[(rank - turn) % n], pieces[(rank - turn - 1) % n]
         arrived = received[: gained.numel()]
@@ -77,15 +77,15 @@ def ring(flat: Tensor, endpoint: Endpoint) -> None:
 
 
 def reduce_to_one(flat: Tensor, endpoint: Endpoint) -> None:
-    """To replica 0 and back, as tf.distribute.ReductionToOneDevice does; by binomial trees."""
+    """Sum to replica 0 and copy back by binomial trees. The counterpart of tf.distribute.ReductionToOneDevice."""
     everyone = range(endpoint.size)
     _reduce(flat, endpoint, everyone)
     _spread(flat, endpoint, everyone)
 
 
 def hierarchical(flat: Tensor, endpoint: Endpoint) -> None:
-    """Within each machine to its first replica, by the ring between these, and back; as
-    tf.distribute.HierarchicalCopyAllReduce. Machines may have unequally many replicas."""
+    """Sum to the first replica of each machine, run the ring between these, and copy back within each machine. The
+    counterpart of tf.distribute.HierarchicalCopyAllReduce. Machines may have different numbers of replicas."""
     (near,) = (machine for machine in endpoint.machines if endpoint.rank in machine)
     _reduce(flat, endpoint, near)
     ring_of_machines(flat, endpoint)
@@ -93,7 +93,7 @@ def hierarchical(flat: Tensor, endpoint: Endpoint) -> None:
 
 
 def ring_of_machines(flat: Tensor, endpoint: Endpoint) -> None:
-    """The ring between each machine's first replica. What the others pass stays as it is."""
+    """Run the ring between the first replicas of the machines. The other replicas' tensors are unchanged."""
     firsts = [machine[0] for machine in endpoint.machines]
     if endpoint.rank in firsts:
         ring(flat, _Subset(endpoint, firsts))
@@ -103,7 +103,7 @@ REDUCERS: dict[str, Reducer] = {"ring": ring, "hierarchical": hierarchical, "red
 
 
 def _reduce(flat: Tensor, endpoint: Endpoint, ranks: Sequence[int]) -> None:
-    """The sum over these replicas, on the first of them. The others' tensors are partial sums afterwards."""
+    """Sum the tensors of the replicas `ranks` into the first replica's tensor. The others then hold partial sums."""
     if flat.numel() == 0:
         return
     mine, step = ranks.index(endpoint.rank), 1
@@ -120,7 +120,7 @@ def _reduce(flat: Tensor, endpoint: Endpoint, ranks: Sequence[int]) -> None:
 
 
 def _spread(flat: Tensor, endpoint: Endpoint, ranks: Sequence[int]) -> None:
-    """The first one's tensor on all of these replicas."""
+    """Copy the first replica's tensor to all of these replicas."""
     if flat.numel() == 0:
         return
     mine, step = ranks.index(endpoint.rank), 1
@@ -136,7 +136,7 @@ def _spread(flat: Tensor, endpoint: Endpoint, ranks: Sequence[int]) -> None:
 
 
 class _Subset:
-    """An endpoint's view of some of the replicas, numbered from 0 in the order given."""
+    """A view of an endpoint with some of the replicas, numbered from 0 in the given order."""
 
     def __init__(self, whole: Endpoint, ranks: Sequence[int]) -> None:
         self._whole, self._ranks = whole, ranks

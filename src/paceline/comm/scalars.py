@@ -1,8 +1,8 @@
-"""Numbers on a device: in which type, and how they get there without waiting.
+"""Numbers on a device: their dtype, and how to create them without waiting.
 
-`torch.as_tensor(3, device="cuda")` makes a tensor in pageable memory of the host and copies it: the host waits until
-the device has done all that is enqueued. To fill a tensor on the device starts one kernel and waits for nothing, and
-neither does a copy from pinned memory.
+`torch.as_tensor(3, device="cuda")` makes a tensor in pageable host memory and copies it. The host then waits until the
+device has finished all enqueued work. Filling a tensor on the device starts one kernel and does not wait; a copy from
+pinned memory does not wait either.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from torch import Tensor
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """The widest floating-point type that the device computes in."""
+    """The widest floating-point dtype that the device supports."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 def readable(tensor: Tensor) -> bool:
-    """Whether reading this tensor waits for no device. Tests replace this function to stand in for an accelerator."""
+    """Whether the tensor can be read without waiting for a device. Tests patch this to simulate an accelerator."""
     return tensor.device.type == "cpu"
 
 
 def scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(): a number, or a tensor of one element, detached, on a device, without waiting for one."""
+    """(): a number or a one-element tensor, detached and moved to `device`. Does not wait for any device."""
     if isinstance(value, Tensor):
         if value.device == device or not readable(value):
             return value.detach().to(device, dtype).reshape(())
@@ -31,5 +31,5 @@ def scalar(value: float | Tensor, dtype: torch.dtype, device: torch.device) -> T
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on the device, without waiting for it."""
+    """Copy a CPU tensor to the device without waiting."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -1,14 +1,16 @@
-"""Several replicas in one process: threads that compute one global batch together and meet at each sum.
+"""Several replicas in one process: threads that compute one global batch together and wait for each other at each sum.
 
-At a sum each replica deposits its tensor and waits. The last one adds all tensors in the order of the replicas, and
-each replica gets a copy. With `take_turns` only the replica that holds the baton runs:
+At a sum each replica deposits its tensor and waits. The last one adds all tensors in replica order, and each replica
+gets a copy. With `take_turns` only the replica that holds the baton runs:
 
-    replica 0 runs to its first sum and hands the baton to 1, ... the last one adds, hands it to 0, which goes on
+    replica 0 runs to its first sum and passes the baton to replica 1
+    ...
+    the last replica runs to its first sum, adds all tensors, and passes the baton to replica 0, which continues
 
-This is for replicas that draw, since the default generators (torch's on the CPU, Python's, NumPy's) belong to the
-process and not to the thread. With the baton the generators' state is saved for the replica that stops, and restored
-for the one that goes on. So each replica draws its own random numbers, as if it were a process, and the same in every
-run.
+Replicas that draw random numbers need turns, since the default generators (torch's on the CPU, Python's, NumPy's)
+belong to the process, not to the thread. When the baton is passed, the generators' state is saved for the replica that
+stops and restored for the replica that continues. So each replica draws its own random numbers, as a process would, and
+the same numbers in every run.
 """
 
 from __future__ import annotations
@@ -27,28 +29,29 @@ import torch
 from torch import Tensor
 
 from paceline.comm import generators, mesh
-from paceline.comm.mesh import Replicas, ReplicaThread
+from paceline.comm.group import Replicas
+from paceline.comm.mesh import ReplicaThread
 from paceline.errors import ModelError, SettingError, UsageError
 
 T = TypeVar("T")
 
 
 class ThreadReplicas(Replicas):
-    """One replica of a `ThreadTeam`, which makes these.
+    """One replica of a `ThreadTeam`. The team makes these objects.
 
-    On CUDA autograd has one thread for each device. Where several replicas of a device meet in a backward, that thread
-    would wait for itself: each must run its backward within `torch.autograd.set_multithreading_enabled(False)`.
+    On CUDA autograd has one thread per device. If several replicas on a device sum in a backward, that thread would
+    wait for itself. So each replica must run its backward within `torch.autograd.set_multithreading_enabled(False)`.
     """
 
-    everywhere = False
-    size = rank = 0  # of each object its own
+    on_all_members = False
+    size = rank = 0  # set for each object
 
-    def __init__(self, meeting: Meeting, thread: int) -> None:
-        self._meeting, self._thread = meeting, thread
-        self.size, self.rank = meeting.size, thread
+    def __init__(self, collectives: ThreadCollectives, thread: int) -> None:
+        self._collectives, self._thread = collectives, thread
+        self.size, self.rank = collectives.size, thread
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return self._meeting.meet(self._thread, tensor.detach(), _add)
+        return self._collectives.exchange(self._thread, tensor.detach(), _add)
 
 
 def _add(tensors: Sequence[Tensor]) -> Tensor:
@@ -58,22 +61,22 @@ def _add(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
-class _Nobody(Replicas):
-    """The default while a team runs: a thread that belongs to no replica must not compute as if it were alone."""
+class _NoReplica(Replicas):
+    """The replicas of threads that belong to no replica, while a team runs. Every use raises UsageError."""
 
     def _refuse(self) -> UsageError:
         return UsageError(
-            "Batch norm, or another sum over replicas, ran in a thread that belongs to no replica, while several "
-            "replicas compute on threads of this process. Such threads are started by nn.DataParallel, or by the "
-            "script. Use the ddp strategy (--strategy ddp), or batch_norm='shard'."
+            "Batch norm, or another sum over replicas, ran in a thread that belongs to no replica, while this process "
+            "computes several replicas in threads. nn.DataParallel or the script started that thread. "
+            "Use the ddp strategy (--strategy ddp), or batch_norm='shard'."
         )
 
     @property
-    def size(self) -> int:
+    def size(self) -> int:  # type: ignore[override]  # reading it is the error
         raise self._refuse()
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> int:  # type: ignore[override]
         raise self._refuse()
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -81,13 +84,13 @@ class _Nobody(Replicas):
 
 
 class _AbandonedError(RuntimeError):
-    """Ends a replica's thread because another one failed; the other's error is what the caller gets."""
+    """Ends a replica's thread because another replica failed. The caller gets the other replica's error."""
 
 
-class Meeting:
-    """Where the threads of a team meet, and the baton. All state is guarded by one condition.
+class ThreadCollectives:
+    """The rendezvous of a team's threads, and the baton. One condition guards all state.
 
-    A run begins with `begin`; each replica then calls `start`, any number of `meet`s, and `leave` or `abandon`.
+    A run starts with `begin`; each replica then calls `start`, `meet` any number of times, and `leave` or `abandon`.
     """
 
     def __init__(self, size: int, take_turns: bool, devices: Sequence[torch.device | None]) -> None:
@@ -107,7 +110,7 @@ class Meeting:
         self._generator_states = [begun.get(device, {}) for device in self._devices]
 
     def end(self) -> BaseException | None:
-        """Returns the first error, if any. The caller goes on with the generators as replica 0 left them."""
+        """End a run, and return its first error, if any. With turns, restore the generators of replica 0."""
         if self.take_turns:
             generators.set_state(self._generator_states[0], self._devices[0])
         error, self.error = self.error, None
@@ -118,8 +121,8 @@ class Meeting:
         with self._changed:
             self._wait(rank, self._round)
 
-    def meet(self, rank: int, tensor: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
-        """A copy of `combine(all replicas' tensors, in their order)`, which the last replica to come calls."""
+    def exchange(self, rank: int, tensor: Tensor, combine: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """Return a copy of `combine(all replicas' tensors in order)`. The last replica to arrive calls `combine`."""
         with self._changed:
             self._check(rank)
             awaited = self._round + 1
@@ -130,7 +133,7 @@ class Meeting:
                 self._round = awaited
             self._pass_on(rank)
             self._wait(rank, awaited)
-            # The next round completes only when all replicas have copied this round's total.
+            # The next round completes only after all replicas have copied this round's total.
             assert self._total is not None
             return self._total.to(tensor.device, copy=True)
 
@@ -142,7 +145,7 @@ class Meeting:
             self._pass_on(rank)
 
     def abandon(self, error: BaseException) -> None:
-        """Lets every replica that waits, or comes later, raise. Keeps the first error."""
+        """Make every waiting replica and every later call raise. Only the first error is kept."""
         with self._changed:
             if self.error is None:
                 self.error = error
@@ -150,15 +153,15 @@ class Meeting:
 
     def _check(self, rank: int) -> None:
         if self.error is not None:
-            raise _AbandonedError("This replica was stopped because another one failed.")
+            raise _AbandonedError("This replica was stopped because another replica failed.")
         if self._left:
             raise self._out_of_step("another replica", rank)
 
     def _out_of_step(self, finished: str, waiting: int) -> ModelError:
         return ModelError(
-            f"The replicas are out of step: {finished} has finished, and replica {waiting} still waits for a sum over "
+            f"The replicas are out of step: {finished} has finished, but replica {waiting} still waits for a sum over "
             f"all {self.size}. The model calls batch norm (or another sum over replicas) more often for one shard of "
-            f"the batch than for another. Call it equally often for every shard, or use batch_norm='shard'."
+            f"the batch than for another. Make the same number of calls for every shard, or use batch_norm='shard'."
         )
 
     def _collected(self) -> list[Tensor]:
@@ -167,39 +170,39 @@ class Meeting:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in by_rank)
             raise ModelError(
                 f"The replicas are out of step: the tensors of one sum over replicas have the shapes {shapes}. "
-                f"The model takes another path for one shard of the batch than for another; make it take the same."
+                f"The model takes different paths for different shards of the batch. Make it take the same path."
             )
         return by_rank
 
     def _pass_on(self, rank: int) -> None:
-        """Hands the baton to rank + 1, whether this round is complete or not."""
+        """Pass the baton to rank + 1, whether or not this round is complete."""
         if self.take_turns:
             self._generator_states[rank] = generators.get_state(self._devices[rank])
             self._turn = (rank + 1) % self.size
         self._changed.notify_all()
 
     def _wait(self, rank: int, awaited: int) -> None:
-        """Waits for the round and for the baton."""
+        """Wait until round `awaited` is complete and, with turns, until `rank` has the baton."""
 
         def may_run() -> bool:
             return self._round >= awaited and (not self.take_turns or self._turn == rank)
 
         self._changed.wait_for(lambda: self.error is not None or may_run())
         if self.error is not None:
-            raise _AbandonedError("This replica was stopped because another one failed.")
+            raise _AbandonedError("This replica was stopped because another replica failed.")
         if self.take_turns:
             generators.set_state(self._generator_states[rank], self._devices[rank])
 
 
 @dataclass(frozen=True)
 class _ThreadState:
-    """The state of a thread that a computation depends on and that a new thread does not have."""
+    """The state of a thread that affects computations, but is not inherited by a new thread."""
 
     grad: bool  # gradients are enabled
     inference: bool  # inference mode
-    autocast: tuple[tuple[str, torch.dtype], ...]  # (device type, dtype) of those that are enabled
+    autocast: tuple[tuple[str, torch.dtype], ...]  # (device type, dtype) where autocast is enabled
     autocast_cache: bool
-    threads: int  # of torch's operations on the CPU
+    threads: int  # number of threads in torch's CPU operations
 
     @classmethod
     def here(cls) -> _ThreadState:
@@ -221,7 +224,7 @@ class _ThreadState:
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self.grad))
-            if torch.get_num_threads() != self.threads:  # a thread keeps what was set when it computed first
+            if torch.get_num_threads() != self.threads:  # a thread keeps the number from its first computation
                 torch.set_num_threads(self.threads)
             for kind, dtype in self.autocast:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast_cache))
@@ -232,10 +235,10 @@ Task = Callable[[], None]
 
 
 def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
-    """Runs tasks until it gets None. Holds no reference to the team."""
+    """Run tasks until the queue returns None. Holds no reference to the team."""
     while (task := tasks.get()) is not None:
         task()
-        del task  # or the last batch would live until the next task
+        del task  # otherwise the last batch would live until the next task
 
 
 def _stop(queues: Sequence[queue.SimpleQueue[Task | None]]) -> None:
@@ -244,12 +247,14 @@ def _stop(queues: Sequence[queue.SimpleQueue[Task | None]]) -> None:
 
 
 class ThreadTeam:
-    """Threads that compute as replicas of one global batch. They are started once, and end with `close`.
+    """Threads that compute as replicas of one global batch. They start once, and end with `close`.
 
-    `replicas_here()` is `replicas[i]` in thread i. take_turns: one replica runs at a time (see the module's docstring).
-    This is needed where replicas share a device, or where their draws on the host must be the same in every run. On
-    several GPUs launched work still overlaps, as long as nobody waits for a result. devices: of the replicas, where
-    their generators are saved and restored too. member: makes the replica of a thread.
+    In thread i `replicas_here()` is `replicas[i]`.
+
+    take_turns: run one replica at a time (see the module's docstring). Required if replicas share a device, or if their
+    draws on the host must be the same in every run. On several GPUs launched work still overlaps until a replica waits
+    for a result. devices: the replicas' devices; their generators are then saved and restored too. member: makes the
+    replica of a thread.
     """
 
     def __init__(
@@ -258,13 +263,13 @@ class ThreadTeam:
         *,
         take_turns: bool = False,
         devices: Sequence[torch.device] | None = None,
-        member: Callable[[Meeting, int], ThreadReplicas] = ThreadReplicas,
+        member: Callable[[ThreadCollectives, int], ThreadReplicas] = ThreadReplicas,
     ) -> None:
         if size < 1:
-            raise SettingError(f"ThreadTeam(size={size}): a team has at least one replica.")
+            raise SettingError(f"ThreadTeam(size={size}): size must be at least 1.")
         self.size = size
-        self._meeting = Meeting(size, take_turns, [None] * size if devices is None else devices)
-        self.replicas = [member(self._meeting, rank) for rank in range(size)]
+        self._collectives = ThreadCollectives(size, take_turns, [None] * size if devices is None else devices)
+        self.replicas = [member(self._collectives, rank) for rank in range(size)]
         self._busy = threading.Lock()
         self._queues: list[queue.SimpleQueue[Task | None]] = [queue.SimpleQueue() for _ in range(size)]
         self._threads = [
@@ -277,38 +282,38 @@ class ThreadTeam:
         self._finalizer = weakref.finalize(self, _stop, self._queues)
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """Calls function i in thread i, where `replicas_here()` is replica i. Returns what they return.
+        """Call function i in thread i, where `replicas_here()` is replica i. Returns the functions' results.
 
-        The threads have the caller's grad mode, inference mode, autocast and context variables. When one raises, the
-        others raise at their next sum, and the first error is raised here. With `take_turns` every replica begins with
-        the caller's generator states, and the caller goes on with those of replica 0.
+        The threads get the caller's grad mode, inference mode, autocast and context variables. If a function raises,
+        the others raise at their next sum, and the first error is raised here. With `take_turns` every replica begins
+        with the caller's generator states, and the caller continues with those of replica 0.
         """
         if len(functions) != self.size:
             raise UsageError(
-                f"ThreadTeam.run got {len(functions)} functions for {self.size} replicas: give one for each."
+                f"ThreadTeam.run got {len(functions)} functions for {self.size} replicas. Pass one per replica."
             )
         if not self._finalizer.alive:
-            raise UsageError("ThreadTeam.run was called after close(): make a new team.")
+            raise UsageError("ThreadTeam.run was called after close(). Make a new team.")
         if not self._busy.acquire(blocking=False):
             raise UsageError("ThreadTeam.run was called while the team is running, perhaps by one of its replicas.")
         results: dict[int, T] = {}
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
         state = _ThreadState.here()
-        self._meeting.begin()
-        with mesh.current().computing(_Nobody()):
+        self._collectives.begin()
+        with mesh.current().computing(_NoReplica()):
             for rank, function in enumerate(functions):
                 context = contextvars.copy_context()
                 one = functools.partial(self._one, rank, function, state, results, done)
                 self._queues[rank].put(functools.partial(context.run, one))
             interruption = self._wait_for_all(done)
-        failure = self._meeting.end()
+        failure = self._collectives.end()
         error = failure if interruption is None else interruption
-        self._busy.release()  # not where a second Ctrl-C broke off the waiting: threads still run then
+        self._busy.release()  # not reached if a second Ctrl-C interrupted the wait: threads still run then
         if error is not None:
             try:
                 raise error
             finally:
-                del error, failure, interruption  # whose traceback holds this frame, and the batch
+                del error, failure, interruption  # their traceback references this frame, and so the batch
         return [results[rank] for rank in range(self.size)]
 
     def _one(
@@ -321,16 +326,16 @@ class ThreadTeam:
     ) -> None:
         try:
             with state.applied():
-                self._meeting.start(rank)
+                self._collectives.start(rank)
                 results[rank] = function()
-                self._meeting.leave(rank)
+                self._collectives.leave(rank)
         except BaseException as error:
-            self._meeting.abandon(error)
+            self._collectives.abandon(error)
         finally:
             done.put(None)
 
     def _wait_for_all(self, done: queue.SimpleQueue[None]) -> BaseException | None:
-        """None, or what interrupted the wait (Ctrl-C): the replicas then stop at their next sum."""
+        """Wait for all threads. Returns None, or the interruption (Ctrl-C); replicas then stop at their next sum."""
         left, interruption = self.size, None
         while left:
             try:
@@ -340,11 +345,11 @@ class ThreadTeam:
                 if interruption is not None:
                     raise
                 interruption = error
-                self._meeting.abandon(error)
+                self._collectives.abandon(error)
         return interruption
 
     def close(self) -> None:
-        """Ends the threads and waits for them. May be called again."""
+        """End the threads and wait for them. May be called again."""
         self._finalizer()
         for thread in self._threads:
             thread.join()

@@ -1,21 +1,23 @@
-"""Sums over V shards whose order of additions depends on V alone, and not on which process computes which shard.
+"""Sums over V shards in an order of additions that depends on V only, not on which process computes which shard.
 
-The order is a binary tree over [0, V): the sum over [lo, hi) is the sum over [lo, mid) plus that over [mid, hi), mid
-the lower middle. IEEE addition of two numbers is commutative, so that the tree says all.
+The order is a binary tree over [0, V): the sum over [lo, hi) is the sum over [lo, mid) plus the sum over [mid, hi), mid
+rounded down. IEEE addition of two numbers is commutative, so the tree determines all bits.
 
-Phase 1, in a process: each computed shard is a leaf. Two siblings become their parent at once, as in a binary counter,
-  so that partial sums of about log2 of the process's shards wait at a time. The fewest subtrees of its range remain.
-Phase 2, between processes: each of n processes adds up one n-th of the elements. It receives that piece of every
-  subtree of the others, and completes the tree.
-Phase 3: the finished pieces go to all.
-  (Two processes send each other all subtrees, and each completes the tree: as many bytes, in one round.)
+Phase 1, in a process: each computed shard is a leaf. Two siblings are added into their parent at once, as in a binary
+  counter, so a process holds about log2(its number of shards) partial sums. At the end it holds the smallest number of
+  subtrees that cover its shards.
+Phase 2, between processes: each of n processes adds up one n-th of the elements. It receives this piece of all other
+  processes' subtrees, and completes the tree.
+Phase 3: each process sends its finished piece to all others.
+  (With two processes, each sends the other all subtrees and completes the tree: the same bytes, in one round.)
 
-A process sends s (n - 1) / n of the bytes in phase 2, s the number of its subtrees, and (n - 1) / n in phase 3. Where n
-is a power of two, or V = n, s is 1: 2 (n - 1) / n together, what a ring sends. Else s is at most 2 log2(V / n) + 2.
+With s subtrees a process sends s (n - 1) / n of the tensor's bytes in phase 2, and (n - 1) / n in phase 3. If n is a
+power of two, or V = n, then s = 1: 2 (n - 1) / n in total, the same as in a ring. Otherwise s is at most
+2 log2(V / n) + 2.
 
-A shard that gives a parameter no gradient is left out of its sum; on the wire it sends -0.0, which changes no sum. A
-message has room for the parameters that had a gradient in the last step, and a mask of those that its sender has. Where
-a process has others too, all processes see it in the masks, and send once more.
+If a shard gives a parameter no gradient, -0.0 takes its place, which changes no sum. A message contains the parameters
+that had a gradient in the last step, and a mask of the parameters with a gradient on the sender. If the masks show
+further parameters with a gradient, all processes send a second time.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives
 from paceline.comm.codec_sums import NativeSums
 from paceline.comm.devices import add_tensors
+from paceline.comm.group import buckets
+from paceline.comm.mesh import world_group
 from paceline.comm.scalars import upload
-from paceline.comm.threads import Meeting, ThreadReplicas
+from paceline.comm.threads import ThreadCollectives, ThreadReplicas
 from paceline.torch_private.core import foreach_copy_
 
 T = TypeVar("T")
@@ -38,17 +41,17 @@ Node = tuple[int, int]
 """(lo, hi): the shards from lo to hi - 1."""
 
 MISSING = -0.0
-MESSAGE_BYTES = 2**25  # of each subtree in a message
+MESSAGE_BYTES = 2**25  # bytes per subtree in a message
 
 
 def middle(lo: int, hi: int) -> int:
-    """Where the tree splits a node of at least two shards."""
+    """The shard at which the tree splits a node of at least two shards."""
     return (lo + hi) // 2
 
 
 def ranges(shards: int, n: int) -> list[Node]:
-    """Which shards each of n processes computes. For a power of two these are nodes of the tree, all of one depth; else
-    the most even cut."""
+    """The range of shards that each of n processes computes. If n is a power of two, the ranges are the tree nodes of
+    one depth. Otherwise they are the most even split."""
     if n & (n - 1):
         return [(shards * r // n, shards * (r + 1) // n) for r in range(n)]
     nodes = [(0, shards)]
@@ -58,7 +61,7 @@ def ranges(shards: int, n: int) -> list[Node]:
 
 
 def subtrees(owned: Node, node: Node) -> list[Node]:
-    """The fewest nodes at or below `node` that make up its part of a range, in order."""
+    """The fewest nodes at or below `node` that cover the shards of `owned` within `node`, in order."""
     (lo, hi), (start, stop) = node, owned
     if stop <= lo or hi <= start:
         return []
@@ -69,7 +72,7 @@ def subtrees(owned: Node, node: Node) -> list[Node]:
 
 
 def complete(node: Node, sums: dict[Node, T], add: Callable[[T, T], T]) -> T:
-    """The sum over a node, from sums over nodes below it that make it up."""
+    """The sum over `node`. sums: the sums over lower nodes that together cover it."""
     if node in sums:
         return sums[node]
     lo, hi = node
@@ -78,7 +81,7 @@ def complete(node: Node, sums: dict[Node, T], add: Callable[[T, T], T]) -> T:
 
 
 class Tree:
-    """Phase 1, for lists of tensors that come shard by shard, in order. `put` may change tensors that it was given."""
+    """Phase 1, for lists of tensors that arrive in shard order. `put` may overwrite the tensors of earlier shards."""
 
     def __init__(self, shards: int) -> None:
         self._siblings: dict[tuple[Node, Node], Node] = {}
@@ -94,7 +97,7 @@ class Tree:
             self._note(right)
 
     def put(self, shard: int, tensors: list[Tensor | None]) -> None:
-        """The next shard's."""
+        """Add the next shard's tensors."""
         self.partial.append(((shard, shard + 1), tensors))
         while len(self.partial) > 1:
             (left, sums), (right, addends) = self.partial[-2:]
@@ -106,7 +109,7 @@ class Tree:
 
 @torch.no_grad()
 def add_lists(sums: list[Tensor | None], addends: list[Tensor | None]) -> list[Tensor | None]:
-    """sums + addends, in place where both are there, on the device of the sums."""
+    """Return sums + addends, item by item. If both tensors exist, the addend is added to the sum in place."""
     both = [(a, b) for a, b in zip(sums, addends, strict=True) if a is not None and b is not None]
     devices: dict[tuple[torch.device, torch.device], tuple[list[Tensor], list[Tensor]]] = {}
     for a, b in both:
@@ -119,11 +122,11 @@ def add_lists(sums: list[Tensor | None], addends: list[Tensor | None]) -> list[T
 
 
 class TreeSums:
-    """Sums over `shards` shards, which the processes of the world compute as `ranges` says. Its constructor and methods
-    are collective."""
+    """Sums over `shards` shards, which the processes of the world compute according to `ranges`. The constructor and
+    the methods are collective."""
 
     def __init__(self, shards: int) -> None:
-        self.shards, self.size, self.rank = shards, collectives.size_of(), collectives.rank_of()
+        self.shards, self.size, self.rank = shards, world_group().size, world_group().rank
         self.ranges = ranges(shards, self.size)
         self.mine = tuple(range(*self.ranges[self.rank]))
         self._native = NativeSums() if self.size > 1 else None
@@ -134,15 +137,15 @@ class TreeSums:
 
     @torch.no_grad()
     def gradients(self, tree: Tree, like: Sequence[Tensor], name: Hashable) -> list[Tensor | None]:
-        """The sums over all shards; None for a tensor that no shard has. like: tensors of the same form. name:
-        identifies this sum in every step."""
+        """The sums over all shards; None for a tensor that no shard has. like: gives the shape, dtype and layout of
+        each sum. name: identifies this sum across steps."""
         if self.size == 1:
             ((_, sums),) = tree.partial
             return [None if a is None else _laid_out(a, p) for a, p in zip(sums, like, strict=True)]
         mine = [any(sums[i] is not None for _, sums in tree.partial) for i in range(len(like))]
         layout = self._known.get(name, [])
         if len(layout) != len(like) or not any(layout):
-            layout = list(map(bool, collectives.all_reduce(torch.tensor(mine, dtype=torch.int32), op="max").tolist()))
+            layout = list(map(bool, world_group().all_reduce(torch.tensor(mine, dtype=torch.int32), op="max").tolist()))
         found, union = self._travel(tree, like, layout, mine)
         if any(there and not sent for there, sent in zip(union, layout, strict=True)):
             found, union = self._travel(tree, like, union, mine)
@@ -152,11 +155,11 @@ class TreeSums:
     def _travel(
         self, tree: Tree, like: Sequence[Tensor], layout: Sequence[bool], mine: Sequence[bool]
     ) -> tuple[list[Tensor | None], list[bool]]:
-        """The sums of the tensors in the layout; and which tensors any process has."""
+        """Return the sums of the tensors that `layout` marks, and for each tensor whether any process has it."""
         found: list[Tensor | None] = [None] * len(like)
         union = list(mine)
         sent = [place for place, there in enumerate(layout) if there]
-        for number, bucket in enumerate(collectives.buckets([like[place] for place in sent], MESSAGE_BYTES)):
+        for number, bucket in enumerate(buckets([like[place] for place in sent], MESSAGE_BYTES)):
             places = [sent[position] for position in bucket]
             some = like[places[0]]
             flats = {node: _flat([sums[i] for i in places], [like[i] for i in places]) for node, sums in tree.partial}
@@ -172,16 +175,16 @@ class TreeSums:
         return found, union
 
     def add(self, flats: dict[Node, Tensor], mask: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Phases 2 and 3 for this process's subtrees: flat tensors, of one length on all processes. Returns the sum,
-        and the masks of all processes."""
+        """Run phases 2 and 3 for this process's subtrees: flat tensors, of one length on all processes. Returns the
+        sum, and the masks of all processes."""
         n, root, length, words = self.size, (0, self.shards), next(iter(flats.values())).numel(), mask.numel()
         if n == 2:
-            (mine,) = flats.values()  # a whole half of the tree
+            (mine,) = flats.values()  # one subtree: half of the tree
             arrived = self._to_others([torch.cat([mine, mask])] * n, [length + words] * n)[1 - self.rank]
             total = mine + arrived[:length]
             return total, [mask, arrived[length:]]
 
-        # Phase 2. Pieces are equally long; of a short tensor the last ones have less, or nothing.
+        # Phase 2. Pieces are equally long, except that the last pieces of a short tensor are shorter or empty.
         piece = -(-length // n)
         bounds = [(min(i * piece, length), min((i + 1) * piece, length)) for i in range(n)]
         sizes = [hi - lo for lo, hi in bounds]
@@ -202,43 +205,43 @@ class TreeSums:
         return torch.cat(pieces), everyone
 
     def _to_others(self, messages: list[Tensor], lengths: list[int]) -> list[Tensor]:
-        """All-to-all: sends message i to process i, and receives from it `lengths[i]` elements; nothing to itself.
-        (Gloo's all-gather takes three times as long for as many bytes.)"""
+        """All-to-all: send message i to process i, and receive `lengths[i]` elements from it, for all other processes.
+        (Gloo's all-gather is three times slower for the same bytes.)"""
         assert self._native is not None
         messages, lengths = list(messages), list(lengths)
         messages[self.rank], lengths[self.rank] = messages[self.rank][:0], 0
         return self._native.to_each(messages, lengths)
 
     def numbers(self, rows: dict[int, Tensor], columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """(columns,): the sum of all shards' rows. rows: of this process's shards, by their number. The rows are
-        gathered, and every process adds them."""
+        """(columns,): the sum of all shards' rows. rows: shard number -> row, for the shards of this process. Every
+        process gathers all rows and adds them."""
         leaves = {(i, i + 1): row for i, row in enumerate(self.table(rows, columns, device, dtype).unbind())}
         return complete((0, self.shards), leaves, torch.add)
 
     def table(self, rows: dict[int, Tensor], columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """(shards, columns): all shards' rows. Each element of the sum has one addend that is not missing."""
+        """(shards, columns): all shards' rows, by an all-reduce. Each element has one addend that is not MISSING."""
         table = torch.full((self.shards, columns), MISSING, device=device, dtype=dtype)
         for shard, row in rows.items():
             table[shard] = row
         if self._native is not None:
-            collectives.all_reduce(table, group=self._native.group)
+            self._native.group.all_reduce(table)
         return table
 
 
 class ShardReplicas(ThreadReplicas):
-    """The replica of one shard, which a thread of this process computes; its replicas are all V shards. The threads of
-    all processes call `sum` and `rows` equally often and in the same order."""
+    """The replica of one shard, computed by a thread of this process. `size` is the number of all shards, and `rank` is
+    the shard's number. The threads of all processes make the same calls of `sum` and `rows`, in the same order."""
 
-    def __init__(self, meeting: Meeting, thread: int, sums: TreeSums) -> None:
-        super().__init__(meeting, thread)
+    def __init__(self, collectives: ThreadCollectives, thread: int, sums: TreeSums) -> None:
+        super().__init__(collectives, thread)
         self._sums = sums
         self.size, self.rank = sums.shards, sums.mine[thread]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        return self._meeting.meet(self._thread, tensor.detach(), self._added)
+        return self._collectives.exchange(self._thread, tensor.detach(), self._added)
 
     def rows(self, row: Tensor) -> Tensor:
-        return self._meeting.meet(self._thread, row.detach(), self._gathered)
+        return self._collectives.exchange(self._thread, row.detach(), self._gathered)
 
     def _added(self, tensors: Sequence[Tensor]) -> Tensor:
         first = tensors[0]
@@ -254,7 +257,7 @@ class ShardReplicas(ThreadReplicas):
 
 
 def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """Joins tensors in the logical order of their elements, whatever their strides."""
+    """Join tensors in the logical order of their elements, whatever their strides."""
     parts = [
         torch.full((p.numel(),), MISSING, dtype=p.dtype, device=p.device) if t is None else t.reshape(-1)
         for t, p in zip(tensors, like, strict=True)
@@ -263,8 +266,8 @@ def _flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """The tensor in the memory layout, and on the device, of one that has travelled: a norm adds in the order of
-    memory, in aligned blocks."""
+    """Return the tensor with the memory layout and device of `like`, the same as after a sum over several processes.
+    The bits of a norm depend on them, because it adds in memory order, in aligned blocks."""
     if tensor.stride() == like.stride() and not tensor.storage_offset() and tensor.device == like.device:
         return tensor
     return torch.empty_like(like, requires_grad=False).copy_(tensor)

@@ -1,7 +1,7 @@
-"""Functions in which a process waits for other processes: a list, by which a trace tells waiting from computing.
+"""A list of functions that block on other processes, so that a trace can separate waiting from computing.
 
-Who writes such a function says so beside it. To stand in the list costs a run nothing: only a trace (timeline/worker)
-replaces what is listed, for as long as its run is open.
+Register such a function where it is defined. This costs nothing in a run without a trace: only a trace
+(timeline/worker) wraps the listed functions, while its run is open.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 C = TypeVar("C", bound=type)
 
 WAITS: list[tuple[Any, str]] = []
-"""(class, name of the method), in the order in which the modules were loaded."""
+"""(class, method name), in the order in which the modules were loaded."""
 
 
 def waits(*names: str) -> Callable[[C], C]:
-    """Puts these methods of a class into the list."""
+    """Class decorator: adds these methods to the list."""
 
     def note(cls: C) -> C:
         WAITS.extend((cls, name) for name in names)

@@ -1,8 +1,8 @@
 """Named tensors as messages: a JSON header, and raw frames of 1 MB at most. Nothing is pickled.
 
-The header describes a tensor as [name, dtype, shape]; its bytes follow, in row-major order, in as many frames as they
-need. A sparse tensor is [name, dtype, shape, sparse dimensions, entries]; its indices and values follow. While one
-frame is sent the next is encrypted.
+The header describes a tensor as [name, dtype, shape]. The tensor's bytes follow in row-major order, in one or more
+frames. A sparse tensor is [name, dtype, shape, sparse dimensions, entries]; its indices and values follow. While one
+frame is sent, the next is encrypted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Frame = bytes | memoryview
 
 
 def pack(header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]] = ()) -> list[Frame]:
-    """A message. The memory of tensors on the CPU is not copied: it must not change before the message is sent."""
+    """Make a message. CPU tensors are not copied: their memory must not change before the message is sent."""
     entries: list[list[Any]] = []
     dense: list[Tensor] = []
     for name, tensor in tensors:
@@ -39,7 +39,7 @@ def pack(header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]] = ()) 
 
 
 def unpack(frames: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The header and the tensors of a message, in memory of their own on the CPU."""
+    """The header and the tensors of a message, in new memory on the CPU."""
     header = header_of(frames)
     left = iter(frames[1:])
     tensors: dict[str, Tensor] = {}
@@ -61,13 +61,13 @@ def header_of(frames: Sequence[Any]) -> dict[str, Any]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """A tensor's memory on the CPU, row-major; a view where it lies so already."""
+    """A tensor's bytes on the CPU, row-major; a view if the memory already has that order."""
     raw = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(raw.numpy())  # type: ignore[arg-type]
 
 
 def slices(memory: memoryview) -> Iterator[memoryview]:
-    """A memory in pieces of FRAME_BYTES."""
+    """Split memory into pieces of FRAME_BYTES."""
     for start in range(0, len(memory), FRAME_BYTES):
         yield memory[start : start + FRAME_BYTES]
 
@@ -78,7 +78,10 @@ def _frames(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
 
 
 def _on_host(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Tensors on the CPU. Those of an accelerator are copied at once, since each copy would wait for the device."""
+    """Copy the tensors of one accelerator to the CPU together, since each copy waits for the device.
+
+    If only one tensor is on an accelerator, or several accelerators have tensors, `bytes_of` copies them.
+    """
     away = [t for t in tensors if t.device.type != "cpu"]
     if len(away) < 2 or len({t.device for t in away}) > 1:
         return tensors
@@ -99,5 +102,5 @@ def _fill(frames: Iterator[Any], dtype: torch.dtype, shape: Sequence[int]) -> Te
 
 
 def _view(frame: Any) -> Any:
-    """A frame of ZeroMQ's, or bytes, as a buffer."""
+    """Return the buffer of a ZeroMQ frame; return bytes unchanged."""
     return getattr(frame, "buffer", frame)

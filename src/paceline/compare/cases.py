@@ -1,4 +1,4 @@
-"""What is compared: strategies, and for each of them precisions and global batches."""
+"""The cases of a comparison: each strategy with each precision and global batch."""
 
 from __future__ import annotations
 
@@ -13,53 +13,53 @@ from paceline.errors import SettingError, suggest
 from paceline.strategies import STRATEGIES, alone
 from paceline.trials.start import Script, place_strategy
 
-BASELINE = "single"  # the losses of all others are compared with its losses
-# Further rows where all strategies are tried.
+BASELINE = "single"  # the losses of all other cases are compared with its losses
+# Additional rows if all strategies are tried.
 _MORE = {"parameter_server": ("parameter_server:mode=async",), "fsdp": ("fsdp:replicate=2",)}
-_LEAST_REPLICAS = {"fsdp:replicate=2": 4, "fsdp+tensor": 4}  # compositions that fewer processes cannot be
+_LEAST_REPLICAS = {"fsdp:replicate=2": 4, "fsdp+tensor": 4}  # minimum number of replicas
 _FOR_A_TRIAL: dict[str, dict[str, object]] = {
-    "diloco": {"every": 10},  # its own 100 steps are longer than a trial, which would see nothing travel
+    "diloco": {"every": 10},  # its default of 100 steps is longer than a trial, which would show no communication
 }
 
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     script: Script  # the script
     nproc: str | int  # replicas: a number, or gpu, cpu, auto
-    strategies: str | None = None  # names with commas between them; None: all
-    precision: str | None = None  # names with commas between them; None: the script's own
-    global_batch: str | None = None  # numbers with commas between them; None: the script's own
+    strategies: str | None = None  # comma-separated names; None: all
+    precision: str | None = None  # comma-separated names; None: the script's
+    global_batch: str | None = None  # comma-separated numbers; None: the script's
     steps: int = 30  # steps of each trial
-    rounds: int = 3  # how often each case is tried
+    rounds: int = 3  # number of times that each case is tried
     deadline: float = 300.0  # seconds; a longer trial is ended
-    json_file: str | None = None  # write the document there
-    html_file: str | None = None  # write the page there
+    json_file: str | None = None  # the file for the document
+    html_file: str | None = None  # the file for the page
 
 
 @dataclass(frozen=True)
 class Case:
     """One row of the table."""
 
-    name: str  # the strategy as it was asked for, and what else differs between the cases
-    spec: StrategySpec  # the strategy with the options that it is run with
-    processes: int  # how many it runs in, servers among them
-    precision: str | None = None  # None: the script's own
-    global_batch: int | None = None  # None: the script's own
+    name: str  # the strategy as the user wrote it, and anything else that distinguishes the case
+    spec: StrategySpec  # the strategy with the options of its trials
+    processes: int  # the number of processes of a trial, including servers
+    precision: str | None = None  # None: the script's
+    global_batch: int | None = None  # None: the script's
     servers: int = 0  # processes that compute no shard
-    alone: str = ""  # what is said of it where it has one process and one device; "": it has several
-    as_single: bool = False  # whether it is then `single` by another name
+    alone: str = ""  # a note if the case has one process with one device; "" if it has several
+    as_single: bool = False  # whether the case is equivalent to `single` because it has only one process and device
 
 
 def read_strategies(text: str | None, nproc: int) -> list[StrategySpec]:
-    """Read `--strategies`. `single` always comes first. None: all strategies that so many replicas can be.
+    """Read `--strategies`. `single` always comes first. None: all strategies that work with this number of replicas.
 
-    Commas separate strategies, and also the options of one strategy. A part that is no strategy's name therefore
-    belongs to the options before it.
+    Commas separate strategies, and also the options of one strategy. So a part that is not the name of a strategy
+    belongs to the options of the previous strategy.
 
     Raises:
-        SettingError: a name that is not known.
+        SettingError: unknown name.
     """
     if text is None:
         names = sorted(STRATEGIES, key=lambda name: name != BASELINE)
@@ -75,12 +75,12 @@ def read_strategies(text: str | None, nproc: int) -> list[StrategySpec]:
         else:
             whole.append(part)
     if not whole:
-        raise SettingError(f"--strategies {text!r} names none. {suggest('', STRATEGIES)}")
+        raise SettingError(f"--strategies {text!r} contains no name. {suggest('', STRATEGIES)}")
     return [parse_strategy(part) for part in dict.fromkeys([BASELINE, *whole])]
 
 
 def read_precisions(text: str | None) -> list[str | None]:
-    """ "fp32,bf16" as a list. Raises SettingError for a precision that is not known."""
+    """Split text such as "fp32,bf16" into a list. Raises SettingError for an unknown precision."""
     if text is None:
         return [None]
     names = [part.strip() for part in text.split(",") if part.strip()]
@@ -91,13 +91,15 @@ def read_precisions(text: str | None) -> list[str | None]:
 
 
 def read_batches(text: str | None) -> list[int | None]:
-    """ "64,128" as a list. Raises SettingError for what is no number of examples."""
+    """Parse text such as "64,128" into a list. Raises SettingError for anything that is not a number of examples."""
     if text is None:
         return [None]
     parts = [part.strip() for part in text.split(",") if part.strip()]
     for part in parts or [text]:
         if not part.isdecimal() or int(part) < 1:
-            raise SettingError(f"--global-batch {text}: {part!r} is no number of examples. Give some, such as 64,128.")
+            raise SettingError(
+                f"--global-batch {text}: {part!r} is not a number of examples. Give numbers, such as 64,128."
+            )
     return list(dict.fromkeys(int(part) for part in parts))
 
 
@@ -111,7 +113,7 @@ def make_cases(
     """Every strategy with every precision and global batch. The cases of `single` come first.
 
     Args:
-        devices: for a strategy of one process and several devices that is not told its devices.
+        devices: used by strategies with one process and several devices, unless their options name devices.
     """
     cases = []
     for spec, precision, batch in itertools.product(specs, precisions, batches):
@@ -127,10 +129,10 @@ def make_cases(
 def _alone(spec: StrategySpec, processes: int, device: str) -> tuple[StrategySpec, str]:
     try:
         return alone(spec, processes, torch.device(device))
-    except (SettingError, ImportError):  # the row says why it did not run
+    except (SettingError, ImportError):  # the table will report why the case did not run
         return spec, ""
 
 
 def baseline_case(case: Case, cases: Sequence[Case]) -> Case:
-    """The case whose losses are compared with those of `case`: `single`, its first precision, the same batch."""
+    """The reference for the losses of `case`: `single` with the first precision and the same global batch."""
     return next(c for c in cases if c.spec.name == BASELINE and c.global_batch == case.global_batch)

@@ -1,9 +1,9 @@
-"""paceline compare: the same script under each strategy for a few steps, in one table.
+"""paceline compare: run the same script under each strategy for a few steps, and print one table.
 
-1. Whatever can be checked beforehand is checked: the script, the names, the numbers.
-2. Trials run in rounds (rounds.py). A case that fails is not tried again, and the others go on. A signal ends the
-   rounds; what was measured until then is shown.
-3. The command prints the table, why cases failed, and a sentence: which strategy to take.
+1. Check everything that can be checked before anything starts: the script, the names, the numbers.
+2. Run trials in rounds (rounds.py). A case that fails is not tried again, and the others continue. A signal ends the
+   rounds, and the results so far are shown.
+3. Print the table, the reasons of failed cases, and a sentence that recommends a strategy.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ LEAST_STEPS = 3
 def compare(options: CompareOptions) -> int:
     """Print the table and write the files.
 
-    Returns the exit code: 0; 1 where nothing ran or a file could not be written; 128 + n for signal n.
+    Returns the exit code: 0; 1 if nothing ran or a file could not be written; 128 + n for signal n.
 
     Raises:
-        LaunchError, SettingError: what cannot work.
+        LaunchError, SettingError: the command cannot work.
     """
     length = _length(options)
     check_script(options.script)  # the cheapest check first
@@ -60,7 +60,7 @@ def compare(options: CompareOptions) -> int:
 
 
 def _show(options: CompareOptions, document: dict[str, Any]) -> bool:
-    """Print the table and write the files. A file that cannot be written is reported; return whether all were."""
+    """Print the table and write the files. Report each file that cannot be written. Returns False if there is one."""
     sys.stdout.write("\n" + printable(render_table(document["rows"])))
     sentence = document["verdict"]["sentence"] if document["verdict"] is not None else document["no_verdict"]
     if sentence is not None:
@@ -72,9 +72,9 @@ def _show(options: CompareOptions, document: dict[str, Any]) -> bool:
             continue
         try:
             write(path, document)
-        except Exception as error:  # the table has been printed, and the other file is written all the same
+        except Exception as error:  # the table is already printed, and the other file is still written
             written = False
-            say(f"paceline compare: {path} could not be written: {type(error).__name__}: {error}\n")
+            say(f"paceline compare: cannot write {path}: {type(error).__name__}: {error}\n")
     return written
 
 
@@ -86,7 +86,7 @@ def _check_plotly() -> None:
         if error.name == "plotly":
             raise SettingError("--html needs plotly, which is not installed: pip install 'paceline[compare]'") from None
         raise SettingError(
-            f"--html needs plotly, and it cannot be imported here ({error}): pip install --upgrade 'paceline[compare]'"
+            f"--html needs plotly, but importing it fails ({error}): pip install --upgrade 'paceline[compare]'"
         ) from error
 
 
@@ -101,9 +101,9 @@ def _write_page(path: str, document: Any) -> None:
 def _length(options: CompareOptions) -> Length:
     for name, value, least in (("--steps", options.steps, LEAST_STEPS), ("--rounds", options.rounds, 1)):
         if value < least:
-            raise SettingError(f"{name} {value}: at least {least} are needed.")
+            raise SettingError(f"{name} {value}: give at least {least}.")
     if options.deadline <= 0:
-        raise SettingError(f"--deadline {options.deadline:g}: give seconds, above 0, such as 300.")
+        raise SettingError(f"--deadline {options.deadline:g}: give a number of seconds above 0, such as 300.")
     return Length(options.steps, max(1, min(5, options.steps // 4)), options.deadline)
 
 

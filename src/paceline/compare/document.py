@@ -1,4 +1,4 @@
-"""The JSON document of a comparison: what `--json` writes, and what the HTML page shows."""
+"""The JSON document of a comparison: `--json` writes it, and the HTML page shows it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCHEMA = 1
 
 
 def make_document(options: CompareOptions, nproc: int, length: Length, rows: Sequence[Row]) -> dict[str, Any]:
-    """The document. docs/compare.md has its schema."""
+    """Build the document. docs/compare.md describes its schema."""
     chosen = recommend(rows)
     script = options.script
     return {
@@ -43,7 +43,7 @@ def make_document(options: CompareOptions, nproc: int, length: Length, rows: Seq
 
 
 def command(options: CompareOptions) -> str:
-    """The command line that asks for this comparison, without --html and --json, which change no figure."""
+    """The command line of this comparison, without --html and --json, which do not affect the figures."""
     defaults = {field.name: field.default for field in fields(options)}
     asked: dict[str, object] = {"nproc": options.nproc}
     for name in ("strategies", "precision", "global_batch", "steps", "rounds", "deadline"):

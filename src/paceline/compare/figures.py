@@ -1,7 +1,7 @@
-"""From the ranks' records to the figures of a row. Pure.
+"""Compute the figures of a row from the ranks' records. Pure.
 
-Examples are counted by shard and micro-batch. Several ranks may compute the same micro-batch, each with a part of the
-model (a pipeline). Each of these ranks is then credited with its share of the examples.
+Examples are counted by shard and micro-batch. If several ranks compute the same micro-batch, each with a part of the
+model (a pipeline), each rank counts an equal share of the examples.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from paceline.compare.cases import Case
 
 Record = Mapping[str, Any]
-"""What one rank wrote (worker/probe.py)."""
+"""The record of one rank (worker/probe.py)."""
 
 Losses = Mapping[tuple[int, int], float]
 """(epoch, step) -> the mean loss of that global batch over all ranks."""
 
-# More bytes than this sent in a step, and no operation of communication in the profile: the profiler did not see it.
+# If a step sent more bytes than this, but the profile shows no communication, the profiler missed the communication.
 _UNSEEN_BYTES = 2**16
 
 
@@ -32,18 +32,18 @@ class Figures:
     rounds: tuple[float, ...]  # examples per second in each round
     step_seconds: float  # the median of all timed steps
     p95_seconds: float  # the 95th percentile of all timed steps
-    mean_seconds: float  # the mean of all timed steps, of which the next three are parts
-    compute: float | None  # seconds of the mean step in which something was computed
+    mean_seconds: float  # the mean of all timed steps: compute + waiting + communicating
+    compute: float | None  # seconds of the mean step with computation
     waiting: float  # seconds of the mean step spent waiting for data
-    communicating: float | None  # seconds of the mean step in communication while nothing was computed
-    hidden: float | None  # seconds of communication in the mean step behind computation
-    memory: tuple[int, ...]  # bytes at the peak, by rank
-    memory_kind: str  # what these bytes count: "allocated" or "resident" (worker/resources.py)
-    wire: float | None  # bytes that all ranks send in a step
+    communicating: float | None  # seconds of the mean step in communication without computation
+    hidden: float | None  # seconds of communication in the mean step that overlap with computation
+    memory: tuple[int, ...]  # peak bytes, by rank
+    memory_kind: str  # the kind of these bytes: "allocated" or "resident" (worker/resources.py)
+    wire: float | None  # bytes that all ranks send per step
     start_up: float  # seconds from the launch to the end of the first step
-    parameter_bytes: int  # bytes of the parameters that a rank holds, the largest over the ranks
-    losses: Losses  # of the first round
-    # What makes its losses differ from those of `single`, or those of all others from its own (worker/probe.py).
+    parameter_bytes: int  # bytes of the parameters on the rank that holds the most
+    losses: Losses  # losses in the first round
+    # Reasons why the losses of this case, or of all cases, may differ from those of `single` (worker/probe.py).
     traits: frozenset[str] = frozenset()
 
 
@@ -51,11 +51,11 @@ class Figures:
 class Row:
     """One line of the table: figures, or why there are none."""
 
-    case: Case  # what was tried
-    figures: Figures | None = None  # of the rounds before it failed; None where there was none
-    failed: str | None = None  # why, in one line; None where it ran in every round
-    difference: float | None = None  # the largest difference of its loss from that of `single`
-    cause: str | None = None  # why its losses are not those of `single`; None where they are
+    case: Case  # the case
+    figures: Figures | None = None  # from the rounds before a failure; None if there were no such rounds
+    failed: str | None = None  # why the case failed, in one line; None if it ran in every round
+    difference: float | None = None  # the largest difference of a step's loss from that of `single`
+    cause: str | None = None  # why the losses differ from those of `single`; None if they do not
 
 
 def compute_figures(rounds: Sequence[Sequence[Record]]) -> Figures:
@@ -99,13 +99,13 @@ def _start_ups(records: Iterable[Record]) -> list[float]:
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The smallest of the values that at least this part of the values does not exceed."""
+    """The percentile by nearest rank. part: the fraction, such as 0.95."""
     ordered = sorted(values)
     return ordered[max(math.ceil(part * len(ordered)) - 1, 0)]
 
 
 def examples_per_second(records: Sequence[Record]) -> float:
-    """The sum of each rank's own rate, since ranks need not make their steps at the same time."""
+    """The sum of all ranks' examples per second. (Ranks need not make their steps at the same time.)"""
     holders: dict[tuple[Any, ...], int] = {}
     for record in records:
         for key, _ in _parts(record):
@@ -129,12 +129,13 @@ def _parts(record: Record) -> list[tuple[tuple[Any, ...], int]]:
 
 
 def wire_bytes(records: Sequence[Record]) -> float | None:
-    """Bytes that all ranks send in a step.
+    """Bytes that all ranks together send per step.
 
-    None where some rank could not tell, or where ranks use NCCL, which takes the machine's own links and no network.
+    None if a rank could not measure its bytes, or if ranks use NCCL, which uses the machine's links instead of the
+    network.
 
-    A rank without steps is a server. It does not know when the timing of its workers began, so what it sent is counted
-    as what the workers received.
+    A rank without steps is a server. It does not know when the timing of its workers began. So the bytes that the
+    workers received count as the bytes that the server sent.
     """
     workers = [record for record in records if record["steps"]]
     if any(record["bytes_sent"] is None for record in workers):
@@ -148,12 +149,12 @@ def wire_bytes(records: Sequence[Record]) -> float | None:
 
 
 def communication_shares(rounds: Sequence[Sequence[Record]], wire: float | None) -> tuple[float, float] | None:
-    """(exposed, all) communication as shares of the profiled steps' time, the mean over the ranks.
+    """(exposed, all) communication as fractions of the profiled steps' time, averaged over the ranks.
 
-    Shares, since a step under the profiler takes longer.
+    Fractions are used because a step takes longer under the profiler.
 
-    None, not measured, in three cases: a rank has no profile; bytes went over the network and the profiler saw no
-    operation that sent them; several replicas are in one process, which copies between them.
+    None (not measured) in three cases: a rank has no profile; bytes were sent over the network but the profiler saw no
+    operation; one process holds several replicas and copies between them.
     """
     ranks = [record for records in rounds for record in records if record["steps"]]
     shards = {shard for step in ranks[0]["steps"] for shard, _, _ in step["parts"]}
@@ -170,13 +171,12 @@ def communication_shares(rounds: Sequence[Sequence[Record]], wire: float | None)
 
 
 def mean_losses(records: Sequence[Record]) -> dict[tuple[int, int], float]:
-    """The mean loss of each global batch that was counted whole: all of its examples, or, where a work queue deals out
-    the shards, every shard.
+    """The mean loss of each global batch with complete records: all examples, or all chunks of a work queue.
 
-    For each backward call, the sum over all ranks is divided by the sum of their weights. The loss is the sum over the
-    calls.
+    For each backward call, the ranks' sum of losses is divided by their sum of weights. A batch's loss is the sum over
+    its calls.
     """
-    dealt = max(record.get("dealt", 0) for record in records)
+    chunks = max(record.get("chunks", 0) for record in records)
     sums: dict[tuple[int, int], dict[str, list[float]]] = {}
     examples: dict[tuple[int, int], dict[tuple[int, int], int]] = {}
     totals: dict[tuple[int, int], int] = {}
@@ -190,8 +190,8 @@ def mean_losses(records: Sequence[Record]) -> dict[tuple[int, int], float]:
                 pair = sums.setdefault(key, {}).setdefault(call, [0.0, 0.0])
                 pair[0] += top
                 pair[1] += weight
-    if dealt:
-        whole = [key for key in totals if len({shard for shard, _ in examples.get(key, {})}) == dealt]
+    if chunks:
+        whole = [key for key in totals if len({shard for shard, _ in examples.get(key, {})}) == chunks]
     else:
         whole = [key for key, total in totals.items() if sum(examples.get(key, {}).values()) == total]
     means = {key: [top / weight for top, weight in sums.get(key, {}).values() if weight] for key in sorted(whole)}
@@ -199,8 +199,7 @@ def mean_losses(records: Sequence[Record]) -> dict[tuple[int, int], float]:
 
 
 def loss_difference(losses: Losses, others: Losses) -> float | None:
-    """The largest absolute difference over the steps that both have: NaN where one is NaN, None where both have no
-    step."""
+    """The largest absolute difference over the common steps. NaN if a difference is NaN; None without common steps."""
     differences = [abs(value - others[key]) for key, value in losses.items() if key in others]
     if any(math.isnan(value) for value in differences):
         return math.nan

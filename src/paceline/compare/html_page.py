@@ -1,7 +1,6 @@
-"""The comparison as one HTML file, a figure of plotly's: the sentence, tables, charts, and why rows differ or failed.
+"""The comparison as one HTML file, a plotly figure: the recommendation, tables, charts, and why rows differ or failed.
 
-The page fetches nothing: the library that draws it, plotly.js, is inside. It is made from the document that `--json`
-writes, so that both say the same.
+The page contains plotly.js, so it loads nothing from the network. It shows the data of the `--json` document.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from paceline.compare import table
 Document = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
 
-_COLOURS = qualitative.Safe  # which people who see fewer colours can tell apart
+_COLOURS = qualitative.Safe  # distinguishable with colour blindness
 _DASHES = ("solid", "dash", "dot", "dashdot")
-_GAP = 90  # pixels from one panel to the next: for the axis above, and the title below
-_CHARACTERS = 110  # in a line of a table, about
+_GAP = 90  # pixels between two panels, for the upper panel's axis and the lower panel's title
+_CHARACTERS = 110  # approximate length of a line in a table
 
 
 class _Panel(NamedTuple):
@@ -37,7 +36,7 @@ class _Panel(NamedTuple):
 
 
 def render_page(document: Document) -> str:
-    """The whole file."""
+    """Return the whole file."""
     ran = list(filter(table.ran, document["rows"]))
     panels = [_summary(document)]
     if ran:
@@ -50,7 +49,7 @@ def render_page(document: Document) -> str:
 
 
 def _figure(panels: Sequence[_Panel]) -> Any:
-    """The panels below each other. A chart leaves a part of the width to its legend."""
+    """Arrange the panels below each other. A chart's legend is at its right."""
     whole = sum(panel.height for panel in panels) + _GAP * (len(panels) - 1)
     figure = make_subplots(
         rows=len(panels),
@@ -78,7 +77,7 @@ def _figure(panels: Sequence[_Panel]) -> Any:
 
 
 def _escaped(value: object) -> str:
-    """Plotly takes some HTML in texts."""
+    """Escape HTML, because plotly interprets some of it in texts."""
     return html.escape(str(value), quote=False)
 
 
@@ -148,7 +147,7 @@ def _reasons(rows: Rows) -> _Panel:
 
 
 def _bars(title: str, unit: str, rows: Rows, values: Mapping[str, Sequence[float | None]], *more: Any) -> _Panel:
-    """Horizontal bars, one above the other's end, in the order of the table. values: by the name in the legend."""
+    """Stacked horizontal bars, one per row. values: name in the legend -> a value for each row. more: other traces."""
     names = [_escaped(row["name"]) for row in rows]
     bars = [
         graph_objects.Bar(x=list(x), y=names, orientation="h", name=name, marker_color=colour)
@@ -172,16 +171,16 @@ def _parts(rows: Rows) -> _Panel:
     kinds = {
         "computing": "compute_seconds",
         "waiting for data": "waiting_for_data_seconds",
-        "communicating, computing nothing": "communicating_seconds",
+        "communicating, without computation": "communicating_seconds",
     }
     steps = {name: [_milliseconds(row["mean_step"][key]) for row in rows] for name, key in kinds.items()}
-    steps["computing or communicating (not told apart)"] = [
+    steps["computing or communicating (not distinguished)"] = [
         _milliseconds(row["step_seconds"]["mean"] - row["mean_step"]["waiting_for_data_seconds"])
         if row["mean_step"]["compute_seconds"] is None
         else None
         for row in rows
     ]
-    return _bars("A mean step, in milliseconds", "ms", rows, steps)
+    return _bars("Mean step time, in milliseconds", "ms", rows, steps)
 
 
 def _milliseconds(seconds: float | None) -> float | None:
@@ -197,7 +196,7 @@ def _memory(rows: Rows) -> _Panel:
 def _wire(rows: Rows) -> _Panel:
     known = [row for row in rows if row["wire_bytes_per_step"] is not None]
     sent = {"sent": [row["wire_bytes_per_step"] / 1e6 for row in known]}
-    return _bars("Sent in a step, by all ranks", "MB", known, sent)
+    return _bars("Bytes sent per step, by all ranks", "MB", known, sent)
 
 
 def _losses(rows: Rows) -> _Panel:
@@ -212,11 +211,11 @@ def _differences(rows: Rows) -> _Panel:
         for row, own in zip(rows, losses.values())
     ]
     axis = {"type": "log", "exponentformat": "power", "dtick": 1}
-    return _lines("How far the loss is from that of single", rows, differences, axis)
+    return _lines("Loss difference from single", rows, differences, axis)
 
 
 def _lines(title: str, rows: Rows, values: Sequence[Sequence[float | None]], y: Mapping[str, Any]) -> _Panel:
-    """A line for each row that has finite values, over the steps."""
+    """A line chart over the steps, with a line for each row that has finite values."""
     lines = [
         graph_objects.Scatter(
             x=list(range(1, len(own) + 1)),

@@ -1,4 +1,4 @@
-"""Why the losses of a case are not those of `single`. Pure."""
+"""Why the losses of a case differ from those of `single`. Pure."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from paceline.compare.cases import Case
 from paceline.compare.figures import Figures, Row
 from paceline.trials.spec import BATCH_NORM_PER_SHARD, DRAWS, NOT_IN_STEP
 
-SAME = 1e-3  # losses that differ by less than this part of the largest one are the same
+SAME = 1e-3  # losses are equal if they differ by at most this fraction of the largest loss
 
 
 def is_same(difference: float | None, base: Figures) -> bool:
-    """Whether losses that differ so much from those of `base` are the same within rounding. NaN is not."""
+    """Whether losses that differ from those of `base` by `difference` are equal within rounding. False for NaN."""
     return difference is not None and difference <= SAME * max(map(abs, base.losses.values()), default=0.0)
 
 
 def cause_of_difference(row: Row, reference: Case, base: Figures) -> str | None:
-    """Why the losses of a row differ from those of the reference; None where they do not, or were not compared.
+    """Why the losses of a row differ from those of the reference; None if they do not, or were not compared.
 
-    A strategy whose replicas train apart differs whatever else there is, so it comes first.
+    Independent replicas always make them differ, so this cause comes first.
     """
     if row.figures is None or row.difference is None or is_same(row.difference, base):
         return None
@@ -28,9 +28,9 @@ def cause_of_difference(row: Row, reference: Case, base: Figures) -> str | None:
         return f"it computes in {row.case.precision}, and {reference.name} in {reference.precision}"
     if DRAWS in base.traits:
         return (
-            "the model or the loss draws random numbers (dropout, say), other ones for each shard; paceline verify "
-            "compares with dropout off"
+            "the model or the loss draws random numbers (such as dropout), which differ between shards; paceline "
+            "verify compares with dropout off"
         )
     if BATCH_NORM_PER_SHARD in traits:
-        return "batch_norm=shard: each shard is normalised by its own statistics"
-    return f"unknown; paceline verify --strategy {row.case.spec} names the cause and its line"
+        return "batch_norm=shard: each shard is normalised by its local statistics"
+    return f"unknown; paceline verify --strategy {row.case.spec} finds the cause and its line"

@@ -1,15 +1,16 @@
-"""Which strategy to take, and why: one sentence from the figures. Pure.
+"""Which strategy to use, and why: one sentence from the figures. Pure.
 
-1. Only rows that ran in every round count, with the first precision and the first global batch that were asked for; and
-   none that was `single` by another name, as of one process.
-   From a single round there is no recommendation: another program that runs meanwhile can make a trial much slower.
-2. Of these, only rows that train the same model: their losses differ from those of `single` by at most SAME times its
-   largest loss (loss_causes.py). Where the model draws random numbers, by at most three times the smallest difference
-   of any row too. (Dropout draws other masks on other shards, so that every strategy differs somewhat. A strategy that
-   changes the mathematics differs more.)
-3. Of these, the fastest row, and every row that is as fast: within NOISE, or within LOOSE and faster in some round.
-   (Cases take turns in a round, so that rounds can be compared in pairs.)
-4. Of these, the first: `single`, then `ddp`, then the order of the table, since what is simpler has less to go wrong.
+1. Take the rows that ran in every round with the first requested precision and global batch. Leave out rows that are
+   equivalent to `single` because they have one process. With a single round there is no recommendation, because another
+   program on the machine can make one trial much slower.
+2. Of these, keep only rows that train the same model: their losses differ from those of `single` by at most SAME times
+   its largest loss (loss_causes.py). If the model draws random numbers, differences up to three times the smallest
+   difference of any row are allowed too. (Dropout draws different masks for different shards, so every strategy
+   differs somewhat. A strategy that changes the mathematics differs more.)
+3. Of these, keep the fastest row, and every row that is equally fast: within NOISE, or within LOOSE and faster in some
+   round. (Cases take turns in a round, so rounds can be compared in pairs.)
+4. Of these, choose the first: `single`, then `ddp`, then the order of the table, because simpler strategies have less
+   to go wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _PLAIN = (BASELINE, "ddp")
 
 
 def recommend(rows: Sequence[Row]) -> tuple[Row, str] | None:
-    """(the row to take, the sentence); None where no row has figures of two rounds."""
+    """(the recommended row, the sentence); None if there is no recommendation (see `why_none`)."""
     measured = [row for row in rows if row.figures is not None]
     if not measured:
         return None
@@ -47,16 +48,16 @@ def recommend(rows: Sequence[Row]) -> tuple[Row, str] | None:
     near = [row for row in same if _near(row, fastest)]
     chosen = min(near, key=lambda row: (_plainness(row), rows.index(row)))
     parts = [_speed_of(chosen, single, near), _fidelity(chosen, single), *_others(chosen, ran, same)]
-    return chosen, f"Take {chosen.case.name}: " + "; ".join(filter(None, parts)) + "."
+    return chosen, f"Use {chosen.case.name}: " + "; ".join(filter(None, parts)) + "."
 
 
 def why_none(rows: Sequence[Row]) -> str | None:
-    """Why there is no recommendation, although some rows have figures. None where no row has any."""
+    """Why there is no recommendation although some rows have figures; None if no row has figures."""
     rounds = [len(row.figures.rounds) for row in rows if row.figures is not None]
     if not rounds:
         return None
     if min(rounds) < LEAST_ROUNDS:
-        return "No recommendation: one round does not show how far the figures vary. Measure with --rounds 3."
+        return "No recommendation: one round does not show the variation of the figures. Use --rounds 3."
     return "No recommendation: no strategy ran in every round and trained the same model as single."
 
 
@@ -95,16 +96,13 @@ def _near(row: Row, fastest: Row) -> bool:
 
 def _speed_of(chosen: Row, single: Row | None, near: Sequence[Row]) -> str:
     also = [row.case.name for row in near if row is not chosen]
-    tie = f" ({_listed(also)} {'is' if len(also) == 1 else 'are'} as fast within the noise)" if also else ""
+    tie = f" ({_listed(also)} {'is' if len(also) == 1 else 'are'} equally fast within the noise)" if also else ""
     if chosen is single:
-        return f"none that trains the same model is faster, with {_speed(chosen):,.0f} examples/s{tie}"
+        return f"no strategy that trains the same model is faster than its {_speed(chosen):,.0f} examples/s{tie}"
     if single is None:
         return f"it is the fastest, with {_speed(chosen):,.0f} examples/s{tie}"
     factor = _speed(chosen) / _speed(single)
-    return (
-        f"it computes {_speed(chosen):,.0f} examples/s, {factor:.2f} times as many as single with "
-        f"{_speed(single):,.0f}{tie}"
-    )
+    return f"it computes {_speed(chosen):,.0f} examples/s, {factor:.2f} times the {_speed(single):,.0f} of single{tie}"
 
 
 def _fidelity(chosen: Row, single: Row | None) -> str:
@@ -114,11 +112,11 @@ def _fidelity(chosen: Row, single: Row | None) -> str:
         return "its losses are not finite"
     if chosen.cause is not None:
         return f"its losses differ from those of single by {chosen.difference:.1e} ({chosen.cause})"
-    return f"its losses are those of single to {chosen.difference:.1e}"
+    return f"its losses match those of single to within {chosen.difference:.1e}"
 
 
 def _others(chosen: Row, ran: Sequence[Row], same: Sequence[Row]) -> list[str]:
-    """What the choice gives up: speed, at the price of another model; or memory."""
+    """Alternatives to the choice: a faster strategy that trains a different model; a strategy with less memory."""
     assert chosen.figures is not None
     found = []
     faster = [row for row in ran if row not in same and _speed(row) > (1 + NOISE) * _speed(chosen)]
@@ -127,7 +125,7 @@ def _others(chosen: Row, ran: Sequence[Row], same: Sequence[Row]) -> list[str]:
         if best.difference is None or math.isnan(best.difference):
             how = "could not be compared"
         else:
-            how = f"differ by {best.difference:.1e} ({best.cause or 'which is another training'})"
+            how = f"differ by {best.difference:.1e} ({best.cause or 'it trains differently'})"
         found.append(f"{best.case.name} is {_speed(best) / _speed(chosen):.2f} times as fast, but its losses {how}")
     memory = max(chosen.figures.memory)
     smaller = [r for r in same if r.figures is not None and max(r.figures.memory) < LESS_MEMORY * memory]
@@ -136,7 +134,7 @@ def _others(chosen: Row, ran: Sequence[Row], same: Sequence[Row]) -> list[str]:
         assert least.figures is not None
         part = max(least.figures.memory) / memory
         speed = _speed(least) / _speed(chosen)
-        found.append(f"if memory is short, {least.case.name} needs {part:.2f} of it at {speed:.2f} of the speed")
+        found.append(f"to save memory, {least.case.name} needs {part:.0%} of the memory, at {speed:.0%} of the speed")
     return found
 
 

@@ -1,7 +1,6 @@
-"""Trials in rounds: in each round every case once, in fresh processes, one after the other.
+"""Trials in rounds: each round runs every case once, in fresh processes, one after the other.
 
-Each round begins with another case. So no case always has the same place, and a machine that others use as well is as
-noisy for every case.
+Each round starts with a different case, so that noise from other programs on the machine affects all cases equally.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from paceline.trials.trial import launch_trial, one_line_reason, plan_trial, qui
 
 
 def check_cases(script: Script, cases: Sequence[Case], length: Length, named: bool) -> None:
-    """Raises LaunchError or SettingError where the command cannot work.
+    """Raises LaunchError or SettingError if the command cannot work.
 
-    named: the user named these strategies. A wrong option of one of them is an error. A strategy that cannot run here
-    with any option (a library is missing, or there are too few processes) becomes a row that says so. It is an error
-    only where no named strategy is left beside `single`.
+    named: whether the user named these strategies. Then a wrong option is an error. A strategy that cannot run with any
+    option (a library is missing, or there are too few processes) becomes a row that reports this. It is an error only
+    if no named strategy remains besides `single`.
     """
     for case in cases:
         plan_trial(script, _start_of(case), length, check_strategy=False)
@@ -51,7 +50,7 @@ def check_cases(script: Script, cases: Sequence[Case], length: Length, named: bo
 
 
 def _can_run(script: Script, case: Case, length: Length) -> bool:
-    """Whether the case's strategy can run here with no options."""
+    """Whether the case's strategy can run on this machine without options."""
     try:
         plan_trial(script, Start(StrategySpec(case.spec.name), case.processes, case.precision), length)
     except PacelineError:
@@ -62,7 +61,7 @@ def _can_run(script: Script, case: Case, length: Length) -> bool:
 def run_rounds(options: CompareOptions, asked: Sequence[Case], length: Length, interrupts: Interrupts) -> list[Row]:
     """Run all rounds. Return a row for each case.
 
-    A signal ends the rounds, and `interrupts.due` then names it. The rows have what was measured until then.
+    A signal ends the rounds; `interrupts.due` is then its number. The rows contain the results so far.
     """
     rounds: dict[str, list[list[Record]]] = {case.name: [] for case in asked}
     failed: dict[str, str] = {}
@@ -75,7 +74,7 @@ def run_rounds(options: CompareOptions, asked: Sequence[Case], length: Length, i
                 try:
                     found = run_trial(options.script, case, length, interrupts)
                     speed = number(compute_figures([found]).examples_per_second) if not isinstance(found, str) else ""
-                except Exception as error:  # it concerns this case; the others go on (Stopped is no Exception)
+                except Exception as error:  # only this case fails; the others continue (Stopped is not one)
                     found = one_line_reason(f"{type(error).__name__}: {error}")
                 if isinstance(found, str):
                     failed[case.name] = f"in round {turn + 1}: {found}" if rounds[case.name] else found
@@ -87,12 +86,12 @@ def run_rounds(options: CompareOptions, asked: Sequence[Case], length: Length, i
         _say("\n")
         for case in asked:
             if not rounds[case.name]:
-                failed.setdefault(case.name, "not tried: the command was stopped before")
+                failed.setdefault(case.name, "not tried: the command was stopped first")
     return _rows(asked, rounds, failed)
 
 
 def _rotated(asked: Sequence[Case], turn: int) -> Iterator[Case]:
-    """Each case once. The first case is another one in every round."""
+    """Each case once, starting with a different case in every round."""
     for place in range(len(asked)):
         yield asked[(place + turn) % len(asked)]
 
@@ -110,7 +109,7 @@ def _rows(asked: Sequence[Case], rounds: Mapping[str, list[list[Record]]], faile
 
 
 def _say(text: str) -> None:
-    streams.write(sys.stderr, printable(text))  # that nobody reads it ends no measurement
+    streams.write(sys.stderr, printable(text))  # a closed stderr does not end the measurement
 
 
 def _start_of(case: Case) -> Start:
@@ -118,10 +117,10 @@ def _start_of(case: Case) -> Start:
 
 
 def run_trial(script: Script, case: Case, length: Length, interrupts: Interrupts) -> list[Record] | str:
-    """Run one trial. Return the ranks' records, by rank; or in one line why there are none. Nothing is left behind.
+    """Run one trial. Return the records of all ranks, in rank order; or why it failed, in one line. Leaves no files.
 
     Raises:
-        Stopped: a signal came, and no process is left.
+        Stopped: a signal came; all processes have ended.
     """
     with quiet_output() as output:
         spec = TrialSpec(output.private, length.steps, length.warmup, time.time(), case.global_batch)
@@ -137,13 +136,13 @@ def _read_records(directory: str, processes: int, length: Length) -> list[Record
                 records.append(json.load(file))
         except FileNotFoundError:
             return (
-                f"rank {rank} never called paceline.start, or ended at once (os._exit?). Compare runs scripts that "
-                "train with Paceline; `paceline doctor` watches others"
+                f"rank {rank} never called paceline.start, or ended immediately (os._exit?). compare runs scripts that "
+                "train with Paceline; `paceline doctor` watches other scripts"
             )
     made = max(len(record["steps"]) for record in records)
     if made <= length.warmup:
         return (
-            f"the script ended after {made} steps, of which the first {length.warmup} are not timed: let it make more, "
-            "or ask for fewer with --steps"
+            f"the script ended after {made} steps, and the first {length.warmup} are not timed: let it make more "
+            "steps, or lower --steps"
         )
     return records

@@ -1,4 +1,4 @@
-"""The table of a comparison, and its numbers as people read them. Pure.
+"""The table of a comparison, and the format of its numbers. Pure.
 
 A row is an entry of the document's `rows` (document.py). The terminal and the HTML page have the same columns.
 """
@@ -15,16 +15,16 @@ WIDTH = 118
 
 Entry = Mapping[str, Any]
 COLUMNS: Sequence[tuple[str, str, str, Callable[[Entry], str]]] = (
-    # two lines of heading in the terminal, the heading on the page, and a row's cell
+    # two heading lines in the terminal, the heading on the page, and the function that formats a row's cell
     ("", "strategy", "strategy", lambda row: row["name"]),
-    ("examples/s", "median", "examples a second", lambda row: number(row["examples_per_second"])),
+    ("examples/s", "median", "examples/s", lambda row: number(row["examples_per_second"])),
     ("step ms", "median", "step, ms (median)", lambda row: milliseconds(row["step_seconds"]["median"])),
     ("", "p95", "step, ms (p95)", lambda row: milliseconds(row["step_seconds"]["p95"])),
-    ("ms of it in", "compute", "compute, ms", lambda row: milliseconds(row["mean_step"]["compute_seconds"])),
+    ("mean ms", "compute", "compute, ms", lambda row: milliseconds(row["mean_step"]["compute_seconds"])),
     ("", "data", "data, ms", lambda row: milliseconds(row["mean_step"]["waiting_for_data_seconds"])),
     ("", "comm", "comm, ms", lambda row: milliseconds(row["mean_step"]["communicating_seconds"])),
-    ("memory", "MB/rank", "memory, MB a rank", lambda row: f"{max(row['peak_memory_bytes_by_rank']) / 1e6:,.0f}"),
-    ("wire", "MB/step", "wire, MB a step", lambda row: megabytes(row["wire_bytes_per_step"])),
+    ("memory", "MB/rank", "memory, MB per rank", lambda row: f"{max(row['peak_memory_bytes_by_rank']) / 1e6:,.0f}"),
+    ("wire", "MB/step", "wire, MB per step", lambda row: megabytes(row["wire_bytes_per_step"])),
     ("loss", "differs", "loss differs by", lambda row: difference(row["loss_difference"])),
     ("start", "s", "start, s", lambda row: f"{row['start_up_seconds']:.1f}"),
 )
@@ -36,7 +36,7 @@ def ran(row: Entry) -> bool:
 
 
 def render_table(rows: Sequence[Entry]) -> str:
-    """Lines, each ending in a newline: a row for each case that ran, and below the table why the others did not run."""
+    """Return the text: a table with a line per case that ran, and below it notes, failures and why losses differ."""
     measured = [row for row in rows if ran(row)]
     columns = [[above, below, *map(cell, measured)] for above, below, _, cell in COLUMNS]
     widths = [max(map(len, column)) for column in columns]
@@ -50,13 +50,13 @@ def render_table(rows: Sequence[Entry]) -> str:
         lines.append("")
     for row in served:
         replicas, servers = row["processes"] - row["servers"], row["servers"]
-        lines.append(f"{row['name']}: {servers} server{'s' * (servers > 1)} beside the {replicas} replicas.")
+        lines.append(f"{row['name']}: {servers} server{'s' * (servers > 1)} in addition to the {replicas} replicas.")
     notes = [row["note"] for row in measured if row.get("note")]
     if notes:
         lines += ["", *dict.fromkeys(f"{text[0].upper()}{text[1:]}" for text in notes)]
     lines += _section("Did not run:", [f"{row['name']}: {row['failed']}" for row in rows if not ran(row)])
     later = [f"{row['name']}: {row['failed']}" for row in measured if row["failed"] is not None]
-    lines += _section("Failed after the rounds that the figures are of:", later)
+    lines += _section("Failed after the rounds shown in the table:", later)
     causes: dict[str, list[str]] = {}
     for row in measured:
         if row["loss_difference_cause"] is not None:
@@ -66,7 +66,7 @@ def render_table(rows: Sequence[Entry]) -> str:
 
 
 def _section(heading: str, entries: Sequence[str]) -> list[str]:
-    """A heading and its entries, each indented; nothing where there are none."""
+    """A heading and its entries, each indented; nothing if there are no entries."""
     lines = ["", heading] if entries else []
     for entry in entries:
         lines += textwrap.wrap(entry, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
@@ -74,7 +74,7 @@ def _section(heading: str, entries: Sequence[str]) -> list[str]:
 
 
 def number(value: float) -> str:
-    """With at least three digits."""
+    """Format a number: as an integer from 100 up, otherwise with three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

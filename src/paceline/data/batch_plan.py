@@ -1,15 +1,15 @@
 """How a global batch becomes the yields of one process.
 
-A global batch is cut into `shards` shards, and each shard into micro-batches, equally many for all. A plan says which
-(shard, micro-batch) pairs this process computes, in which yields:
+A global batch is split into `shards` shards. Each shard is split into the same number of micro-batches. A plan decides
+which (shard, micro-batch) pairs this process computes, and when:
 
-    OneShard            one shard; a micro-batch a yield
-    ShardsInSequence    several shards, one after the other; a micro-batch a yield
-    AllShards           a micro-batch of each shard in one yield: devices of one process
-    AllMicroBatches     all micro-batches of a shard in one yield: a pipeline
-    WorkQueue           chunks of global batches, handed out as processes come free
+    OneShard            one shard; one micro-batch per yield
+    ShardsInSequence    several shards, one after the other; one micro-batch per yield
+    AllShards           one micro-batch of each shard per yield: several devices in one process
+    AllMicroBatches     all micro-batches of a shard per yield: a pipeline
+    WorkQueue           chunks of global batches, assigned to processes as they become free
 
-A plan never changes.
+A plan is immutable.
 """
 
 from __future__ import annotations
@@ -19,22 +19,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import islice
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.data.bundle import Bundle, Piece
+from paceline.data.placement import move
+from paceline.errors import SettingError
+
+_device_of = attrgetter("device")
 
 Pair = tuple[int, int]
-"""(shard, micro-batch of the shard)."""
+"""(shard, micro-batch within the shard)."""
 
 Chunk = tuple[int, int]
-"""(step in the epoch, number of the chunk of its global batch)."""
+"""(step in the epoch, chunk within its global batch)."""
 
 
 Fetched = tuple["Request", list[Any]]
 """A request, and the collated batch of each of its parts."""
 
 Made = Callable[[Iterator["Request"]], Iterator[Fetched]]
-"""What turns requests into batches: torch's DataLoader (data/sources.py)."""
+"""Turns requests into batches: torch's DataLoader (data/sources.py)."""
 
 
 class Part(NamedTuple):
@@ -42,9 +51,9 @@ class Part(NamedTuple):
 
     shard: int
     micro: int
-    indices: tuple[int, ...]  # of the examples in the data set
-    start: int = 0  # the place of the first example in the global batch
-    visits: tuple[int, ...] = ()  # the visit of each example, where an epoch may have an example several times
+    indices: tuple[int, ...]  # the examples, by their index in the data set
+    start: int = 0  # position of the first example in the global batch
+    visits: tuple[int, ...] = ()  # for each example, the number of its visit; () if no example repeats
 
 
 class Request(NamedTuple):
@@ -52,47 +61,37 @@ class Request(NamedTuple):
 
     epoch: int
     step: int
-    micro: int  # the number of this yield in its global batch
-    micros: int  # how many yields this global batch has on this process
+    micro: int  # number of this yield within its global batch
+    micros: int  # number of yields of this global batch on this process
     total: int  # examples in the whole global batch
-    first: int  # index of its first example, from which a zero-length batch gets its form
+    first: int  # index of the global batch's first example, the template for zero-length batches
     parts: tuple[Part, ...]
     probe: Any = None  # data.agreement.Probe, on the last yield of a global batch that the processes compare
-    mean_over: int = 0  # how many examples this process's gradient is a mean over
-    whole: tuple[int, ...] = ()  # indices of the whole global batch, where collate is handed all of it
-    micro_batches: int = 1  # of each shard
+    mean_over: int = 0  # number of examples that this process's gradient is a mean over
+    whole: tuple[int, ...] = ()  # indices of the whole global batch, if collate receives all of it
+    micro_batches: int = 1  # per shard
     examples: int = 0  # in this yield
-    final: bool = True  # whether this is the last yield of its global batch
+    final: bool = True  # is this the last yield of its global batch?
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """Of all examples in this yield."""
+        """Indices of all examples in this yield."""
         return tuple(i for part in self.parts for i in part.indices)
 
 
-@dataclass(slots=True)
-class Piece:
-    """One micro-batch of one shard, with its data."""
-
-    shard: int
-    micro: int
-    count: int  # of its examples
-    batch: Any  # as collate made it
-
-
 def cut(count: int, parts: int, part: int) -> tuple[int, int]:
-    """(start, end) of part `part` of `count` things that are cut into `parts` as evenly as possible, in order. The
-    first parts are the larger ones, so that rank 0, whose numbers are shown, has an example whenever there is one."""
+    """(start, end) of part `part` if `count` items are split into `parts` contiguous parts, as evenly as possible. The
+    first parts are larger, so that rank 0, which prints the metrics, has an example if any rank has one."""
     size, left = divmod(count, parts)
     start = part * size + min(part, left)
     return start, start + size + (part < left)
 
 
 class GlobalBatches(Sequence[Sequence[int]]):
-    """The indices of each global batch of an epoch: an order, cut into `count` pieces of `size`, the last one of which
-    may be shorter.
+    """The indices of each global batch of an epoch: an order, split into `count` batches of `size`. The last batch may
+    be shorter.
 
-    order: has slices, such as an array, a range, or an order.KeyedOrder.
+    order: anything that supports slicing, such as an array, a range, or an order.KeyedOrder.
     """
 
     def __init__(self, order: Any, size: int, count: int) -> None:
@@ -101,30 +100,30 @@ class GlobalBatches(Sequence[Sequence[int]]):
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, step: int) -> Sequence[int]:  # type: ignore[override]  # one, and no slice of them
+    def __getitem__(self, step: int) -> Sequence[int]:  # type: ignore[override]  # an index only, no slice
         first = range(self._count)[step] * self._size
         return self._order[first : first + self._size]
 
     def first(self, limit: int | None) -> GlobalBatches:
-        """The first `limit` of them; None: all."""
+        """The first `limit` global batches, or all if limit is None."""
         return GlobalBatches(self._order, self._size, self._count if limit is None else min(limit, self._count))
 
 
 class Pass(NamedTuple):
     """One pass over a training loader's data."""
 
-    loader: str  # its name
+    loader: str  # name of the loader
     epoch: int
-    start: int  # the step at which it begins
-    batches: Callable[[], Iterable[Sequence[int]]]  # the indices of all global batches of the epoch; a Sequence
-    # where those before a step need not be made to have that step's
-    micro_batch: int | None  # the most examples of a micro-batch
-    probing: bool = False  # whether the processes are to compare the first global batch
-    sampled: bool = False  # whether an example may come several times in an epoch
-    whole: bool = False  # whether each request has all indices of its global batch
+    start: int  # first step
+    batches: Callable[[], Iterable[Sequence[int]]]  # the indices of all global batches of the epoch. A Sequence
+    # if it can make a batch without making the earlier batches
+    micro_batch: int | None  # largest number of examples in a micro-batch
+    probing: bool = False  # should the processes compare the first global batch?
+    sampled: bool = False  # may an epoch repeat examples?
+    whole: bool = False  # does each request carry all indices of its global batch?
 
     def steps(self) -> Iterator[tuple[int, Sequence[int]]]:
-        """(step, indices of its global batch), from `start` on."""
+        """(step, indices of its global batch), from step `start`."""
         batches = self.batches()
         if isinstance(batches, Sequence):
             return ((step, batches[step]) for step in range(self.start, len(batches)))
@@ -134,39 +133,39 @@ class Pass(NamedTuple):
 class Layout(NamedTuple):
     """How a global batch of one size becomes the yields of a process."""
 
-    yields: list[tuple[tuple[int, int, int, int], ...]]  # for each its (shard, micro-batch, first, end) in the batch
-    mean_over: int  # how many examples this process's gradient is a mean over
-    micro_batches: int  # of each shard
+    yields: list[tuple[tuple[int, int, int, int], ...]]  # per yield: (shard, micro-batch, first, end) in the batch
+    mean_over: int  # number of examples that this process's gradient is a mean over
+    micro_batches: int  # per shard
 
 
 @dataclass(frozen=True)
 class BatchPlan(ABC):
-    """The base of all plans."""
+    """Base class of all plans."""
 
-    shards: int  # into how many a global batch is cut
+    shards: int  # number of shards per global batch
     mine: tuple[int, ...]  # the shards that this process computes
 
-    bundled = False  # whether a yield holds several collated batches, so that only a closure can compute it
-    whole_shards = False  # whether a yield holds all micro-batches of a shard, as the stages of a pipeline compute them
-    in_step = True  # whether all processes compute the same global batch at the same time
-    sequential = 0  # how many shards this process yields one after the other; 0 where it has one, or all at once
+    bundled = False  # is a yield a bundle, which only a closure can compute?
+    whole_shards = False  # does a yield hold all micro-batches of a shard, for the stages of a pipeline?
+    in_step = True  # do all processes compute the same global batch at the same time?
+    sequential = 0  # number of shards that this process yields in sequence; 0 for one shard, or all shards at once
 
     @abstractmethod
     def yields(self, micro_batches: int) -> list[tuple[Pair, ...]]:
-        """For each yield of a global batch, its pairs. micro_batches: how many each shard has."""
+        """The pairs in each yield of a global batch. micro_batches: the number of micro-batches per shard."""
 
     def mean_over(self, total: int) -> int:
-        """How many of the `total` examples of a global batch this process's gradient is a mean over."""
+        """Number of examples that this process's gradient is a mean over. total: examples in the global batch."""
         return total
 
     def micro_batches(self, total: int, micro_batch: int | None) -> int:
-        """How many micro-batches, of at most `micro_batch` examples, each shard has: as many as the largest needs."""
+        """Number of micro-batches per shard: the fewest such that none has more than `micro_batch` examples."""
         largest = -(-total // self.shards)
         return 1 if micro_batch is None else max(1, -(-largest // micro_batch))
 
     def count(self, sizes: Mapping[int, int], micro_batch: int | None) -> int:
-        """How many yields global batches have. sizes: size -> how many have it. Raises TypeError where that is not
-        known."""
+        """Total number of yields. sizes: global batch size -> number of global batches of that size. Raises TypeError
+        if the number is not known in advance."""
         return sum(number * len(self.yields(self.micro_batches(size, micro_batch))) for size, number in sizes.items())
 
     def layout(self, total: int, micro_batch: int | None) -> Layout:
@@ -192,7 +191,7 @@ class BatchPlan(ABC):
         sampled: bool = False,
         whole: bool = False,
     ) -> Iterator[Request]:
-        """The yields of one global batch, given by its indices. The last one carries the probe. sampled, whole: see
+        """The requests of one global batch. batch: its indices. The last request carries the probe. sampled, whole: see
         Pass."""
         return self._requests(self.layout(len(batch), micro_batch), batch, epoch, step, probe, sampled, whole)
 
@@ -229,7 +228,7 @@ class BatchPlan(ABC):
 
     def fetch(self, data: Pass, probe: Callable[[Sequence[int]], Any], made: Made) -> Iterator[Fetched]:
         """This process's yields of a pass. made: turns requests into batches. probe: makes the probe of a global
-        batch."""
+        batch from its indices."""
 
         def wanted() -> Iterator[Request]:
             due, layouts = data.probing, dict[int, Layout]()  # by the size of a global batch
@@ -245,20 +244,35 @@ class BatchPlan(ABC):
 
         return made(wanted())
 
+    def present(self, request: Request, batches: list[Any], device: torch.device) -> Any:
+        """The object that the script gets for a yield. batches: the collated batch of each part."""
+        batch = batches[0]
+        if type(batch) is list and {*map(type, batch)} == {Tensor} and {*map(_device_of, batch)} == {device}:
+            return batch  # nearly always: default_collate's result, on a CPU
+        return move(batch, device)
+
+    def part(self, request: Request) -> Part | None:
+        """The part in a yield; None if the yield is a bundle of several parts."""
+        return request.parts[0]
+
+    def check_stream(self, kind: str) -> None:
+        """Raise SettingError if this plan cannot read a stream. kind: the type of the data set, for the message."""
+        return None
+
     def shared_sums(self) -> Queue | None:
-        """Who keeps sums of all processes, where they are not in step."""
+        """The queue that pools the processes' sums if the processes are not in step; otherwise None."""
         return None
 
     def shifted(self) -> BatchPlan:
-        """This plan with the next process's shards. `paceline verify` uses it to see whether a model depends on the
+        """This plan with the next process's shards. `paceline verify` uses it to check whether a model depends on the
         rank."""
         return replace(self, mine=tuple((shard + 1) % self.shards for shard in self.mine))
 
 
 @dataclass(frozen=True)
 class OneShard(BatchPlan):
-    """A process computes one shard, a micro-batch a yield. independent: the gradient is the mean over this shard alone,
-    since the replicas are independent."""
+    """A process computes one shard, with one micro-batch per yield. independent: whether replicas are independent. Then
+    the gradient is the mean over this shard only."""
 
     independent: bool = False
 
@@ -275,95 +289,114 @@ class OneShard(BatchPlan):
 
 @cache
 def one_shard(shards: int, shard: int, *, independent: bool = False) -> OneShard:
-    """The plan of the process that computes this shard; always the same object."""
+    """The plan of the process that computes this shard. Returns the same object for the same arguments."""
     return OneShard(shards, (shard,), independent)
 
 
 @dataclass(frozen=True)
 class ShardsInSequence(BatchPlan):
-    """A process computes its shards one after the other."""
+    """A process computes its shards in sequence."""
 
-    # The most shards that a process has. One that has fewer yields zero-length batches in their place, so that all
-    # yield equally often.
+    # The largest number of shards of any process. A process with fewer shards adds zero-length batches, so that all
+    # processes yield the same number of times.
     sequential: int = 0
 
     def yields(self, micro_batches: int) -> list[tuple[Pair, ...]]:
-        # A shard whose number is `shards` has no examples.
+        # Shard number `shards` has no examples.
         in_order = [*self.mine, *[self.shards] * (self.sequential - len(self.mine))]
         return [((shard, micro),) for shard in in_order for micro in range(micro_batches)]
 
 
 @dataclass(frozen=True)
-class AllShards(BatchPlan):
-    """A yield holds a micro-batch of each of the process's shards. A process with a single shard yields bundles too, so
-    that a script is the same on every process."""
+class _Bundled(BatchPlan):
+    """A yield is a bundle. The strategy moves its batches to their devices."""
 
     bundled = True
+
+    def present(self, request: Request, batches: list[Any], device: torch.device) -> Any:
+        parts = zip(request.parts, batches, strict=True)
+        return Bundle([Piece(part.shard, part.micro, len(part.indices), batch) for part, batch in parts])
+
+    def part(self, request: Request) -> Part | None:
+        return None
+
+
+@dataclass(frozen=True)
+class AllShards(_Bundled):
+    """A yield holds one micro-batch of each of the process's shards. A process with a single shard also yields bundles,
+    so that the script is the same on every process."""
 
     def yields(self, micro_batches: int) -> list[tuple[Pair, ...]]:
         return [tuple([(shard, micro) for shard in self.mine]) for micro in range(micro_batches)]
 
 
 @dataclass(frozen=True)
-class AllMicroBatches(BatchPlan):
+class AllMicroBatches(_Bundled):
     """A yield holds all micro-batches of the process's shard."""
 
-    bundled = whole_shards = True
+    whole_shards = True
 
     def yields(self, micro_batches: int) -> list[tuple[Pair, ...]]:
         return [tuple([(shard, micro) for shard in self.mine for micro in range(micro_batches)])]
 
 
 class Queue(ABC):
-    """Chunks of global batches, handed out to the processes as they come free."""
+    """Assigns chunks of global batches to processes as they become free."""
 
     @abstractmethod
     def begin(self, loader: str, epoch: int, first: int, steps: int) -> None:
-        """A pass over the steps from `first` to `steps` - 1 begins. Every process calls it, alike."""
+        """Start a pass over the steps from `first` to `steps` - 1. Every process calls it, with the same arguments."""
 
     @abstractmethod
     def next_chunk(self, loader: str, epoch: int, wait: bool) -> Chunk | None:
-        """The next chunk for this process. None: there is none now; with `wait`, all have been computed."""
+        """The next chunk for this process. None means that no chunk is free, or with `wait`, that all are finished."""
 
     @abstractmethod
     def started(self, loader: str, epoch: int, chunk: Chunk) -> None:
-        """This process begins to compute a chunk."""
+        """Record that this process begins to compute a chunk."""
 
     @abstractmethod
     def finished(self, loader: str, epoch: int, chunk: Chunk, empty: bool = False) -> None:
-        """This process has computed a chunk. empty: it has no examples."""
+        """Record that this process has computed a chunk. empty: the chunk has no examples."""
 
     @abstractmethod
     def leave(self, loader: str, epoch: int) -> None:
-        """This process leaves the pass before its end. The chunks that it still has are free."""
+        """Leave the pass early. This process's unfinished chunks become free."""
 
     @abstractmethod
     def pool(self, sums: Mapping[str, tuple[float, float]], take: bool) -> dict[str, tuple[float, float]]:
-        """Adds pairs to a store that all processes share. With `take` it empties the store and returns what was in it.
-        Nobody waits for anybody."""
+        """Add pairs to a store that all processes share. With `take`, empty the store and return its content. Does not
+        wait for other processes."""
 
 
 @dataclass(frozen=True)
 class WorkQueue(BatchPlan):
-    """A global batch is cut into `shards` chunks, each of which is then a global batch of its own. The queue hands them
-    out, so that a process does not know beforehand which ones it computes."""
+    """A global batch is split into `shards` chunks. Each chunk counts as a separate global batch. The queue assigns
+    chunks to processes as they become free, so a process does not know in advance which chunks it computes."""
 
     queue: Queue | None  # None until the processes are connected
 
     in_step = False
 
+    def check_stream(self, kind: str) -> None:
+        raise SettingError(
+            f"run.loader(dataset={kind}): the chosen strategy assigns chunks of the data to processes as they become "
+            "free, and a stream cannot be read from an arbitrary position. Use parameter_server:mode=sync, another "
+            "strategy, or a data set with __getitem__ and __len__."
+        )
+
     def shared_sums(self) -> Queue | None:
         return self.queue
 
     def yields(self, micro_batches: int) -> list[tuple[Pair, ...]]:
-        raise TypeError("chunks are handed out as processes come free: how many yields are this one's is not known")
+        raise TypeError("chunks are assigned as processes become free: this process's number of yields is not known")
 
     def micro_batches(self, total: int, micro_batch: int | None) -> int:
         return 1 if micro_batch is None else max(1, -(-total // micro_batch))
 
     def fetch(self, data: Pass, probe: Callable[[Sequence[int]], Any], made: Made) -> Iterator[Fetched]:
-        """Where no chunk is free it waits until one is given back, or all are computed. Batches that torch's loader has
-        fetched ahead are computed first."""
+        """Yield the batches of chunks until all chunks are computed. If no chunk is free, first yield the batches that
+        torch's loader has prefetched. Then wait until another process returns a chunk, or all chunks are computed."""
         assert self.queue is not None
         queue, key, batches = self.queue, (data.loader, data.epoch), data.batches()
         batches = batches if isinstance(batches, Sequence) else list(batches)
@@ -386,7 +419,7 @@ class WorkQueue(BatchPlan):
     def _chunks(
         self, queue: Queue, chunk: Chunk | None, data: Pass, batches: Sequence[Sequence[int]]
     ) -> Iterator[Request]:
-        """The requests of this chunk, and of further ones while there are some."""
+        """The requests of this chunk, and of further chunks while any are free."""
         alone, key = one_shard(1, 0), (data.loader, data.epoch)
         while chunk is not None:
             step, shard = chunk
@@ -400,15 +433,15 @@ class WorkQueue(BatchPlan):
 
 
 def _integers(indices: Any) -> tuple[int, ...]:
-    """An array's, or those of a list in which each may be of another type."""
+    """The integers of an array, or of a list with entries of any type."""
     if isinstance(indices, range):
         return tuple(indices)
     return tuple(indices.tolist() if isinstance(indices, np.ndarray) else [int(index) for index in indices])
 
 
 def _visits(batch: Sequence[int], step: int) -> tuple[int, ...]:
-    """For each example of a global batch a number that no other visit of this example in the epoch has."""
-    repeats: dict[int, int] = {}  # index -> its visits in this global batch, from 0
+    """Number the visits of the examples in a global batch. All visits of an example in an epoch differ in number."""
+    repeats: dict[int, int] = {}  # index -> number of its last visit in this global batch, from 0
     found = []
     for index in map(int, batch):
         repeats[index] = repeats.get(index, -1) + 1

@@ -1,8 +1,8 @@
-"""The batch dimension of collated batches: zero-length batches for empty shards, and some examples' part of a batch.
+"""The batch dimension of collated batches: makes zero-length batches for empty shards, and slices batches by example.
 
-A collate function is asked for a batch of one example and for a batch of several copies of it. The dimension that grows
-from the one to the other is the batch dimension. So (N, C), time-major (T, N), padded, concatenated (graphs, boxes) and
-nested batches are understood without being told. What is alike in both batches does not depend on the examples.
+We call the collate function with one example, and with several copies of it. The dimension that grows from the first
+result to the second is the batch dimension. This handles (N, C), time-major (T, N), padded, concatenated (graphs,
+boxes) and nested batches without any setting. Values that are equal in both results do not depend on the examples.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from paceline.data.placement import rebuild
 from paceline.errors import EmptyShardError, UsageError
 
 SEVERAL = 4
-"""Copies in the larger batch. Not 2: where collate draws the length of its result at random, batches of one and of
-several examples are then unlikely to be equally long."""
+"""Number of copies in the larger batch. More than 2, in case collate draws the length of its result at random: batches
+of 1 and of 4 examples are unlikely to have equal lengths."""
 
 
 def empty_batch(collate: Callable[[list[Any]], Any], example: Any) -> Any:
-    """What `collate` would give for no examples. Raises EmptyShardError where that cannot be told."""
+    """The result of `collate` for no examples. Raises EmptyShardError if it cannot be inferred."""
     return _emptied(collate([example]), collate([example] * SEVERAL))
 
 
@@ -45,47 +45,46 @@ def _emptied(one: Any, several: Any) -> Any:
         fields = [f.name for f in dataclasses.fields(one) if f.init]
         return dataclasses.replace(one, **{n: _emptied(getattr(one, n), getattr(several, n)) for n in fields})
     if isinstance(one, int) and not isinstance(one, bool) and one * SEVERAL == several:
-        return 0  # a count of examples or of what is in them
+        return 0  # a count of the examples or of their items
     if one is None or isinstance(one, (bool, int, float, complex)) or _alike(one, several):
         return one
     if hasattr(one, "__getitem__") and hasattr(one, "__len__"):
         return one[:0]
     raise EmptyShardError(
-        f"a shard of this global batch is empty, and a zero-length {type(one).__name__}, which collate_fn gives, "
-        "cannot be made. Give it `__len__` and slicing (batch[:0]), make it a dataclass or a dict, or see that no "
-        "shard is empty: "
-        "a larger global_batch, or drop_last=True."
+        f"a shard of this global batch is empty, and a zero-length {type(one).__name__}, the type that collate_fn "
+        "returns, cannot be made. Give the class `__len__` and slicing (batch[:0]), make it a dataclass or a dict, or "
+        "avoid empty shards: use a larger global_batch, or drop_last=True."
     )
 
 
 def _alike(one: Any, several: Any) -> bool:
-    """Whether a value of any type is the same in both batches. An object that compares by identity and is made anew for
-    each batch, such as a settings object, is compared by its content."""
+    """Whether a value of any type is the same in both batches. Objects that compare by identity and are created for
+    each batch, such as a settings object, are compared by their content."""
     if type(one) is not type(several):
         return False
     try:
         return bool(one is several or one == several) or pickle.dumps(one) == pickle.dumps(several)
-    except Exception:  # a class of the user's may raise anything
+    except Exception:  # a user's class may raise anything
         return False
 
 
 def _emptied_array(one: Any, several: Any) -> Any:
     if one.ndim != several.ndim:
         raise EmptyShardError(
-            f"a shard of this global batch is empty, and collate_fn gives {tuple(one.shape)} for one example but "
-            f"{tuple(several.shape)} for {SEVERAL}, so that no zero-length batch can be made of it. Keep the number of "
-            "dimensions, or see that no shard is empty: a larger global_batch, or drop_last=True."
+            f"a shard of this global batch is empty, and collate_fn returns {tuple(one.shape)} for one example but "
+            f"{tuple(several.shape)} for {SEVERAL}, so no zero-length batch can be made from it. Keep the number of "
+            "dimensions, or avoid empty shards: use a larger global_batch, or drop_last=True."
         )
     if one.ndim == 0:
-        return one * 0 if bool(one * SEVERAL == several) else one  # a count, as above
+        return one * 0 if bool(one * SEVERAL == several) else one  # a count, as in `_emptied`
     return one[tuple(slice(0, 0) if a != b else slice(None) for a, b in zip(one.shape, several.shape, strict=True))]
 
 
 def slice_examples(one: Any, several: Any, whole: Any, low: int, high: int, total: int) -> Any:
     """The examples [low, high) of `whole`, a collated batch of `total` examples.
 
-    one, several: what the same collate function gives for one example, and for SEVERAL. Raises UsageError where a
-    dimension does not grow by one for each example.
+    one, several: the results of the same collate function for one example and for SEVERAL examples. Raises UsageError
+    if a dimension does not grow by one per example.
     """
 
     def part(one: Any, several: Any, whole: Any, place: str) -> Any:
@@ -126,7 +125,7 @@ def slice_examples(one: Any, several: Any, whole: Any, low: int, high: int, tota
         grown = [d for d, (a, b) in enumerate(zip(one.shape, several.shape, strict=False)) if a != b]
         if one.ndim != several.ndim or one.ndim != whole.ndim or len(grown) > 1:
             shapes = f"{tuple(one.shape)} for one example and {tuple(several.shape)} for {SEVERAL}"
-            raise _refusal(place, f"is of shape {shapes}, where one dimension should be the examples")
+            raise _refusal(place, f"has the shape {shapes}, but only the dimension of the examples may differ")
         if not grown:
             return whole
         d = grown[0]
@@ -135,7 +134,7 @@ def slice_examples(one: Any, several: Any, whole: Any, low: int, high: int, tota
         return view.clone() if isinstance(whole, Tensor) else view.copy()
 
     def count(one: Any, several: Any, whole: Any, place: str) -> Any:
-        """A number. It is cut to the part where it is the number of examples."""
+        """Slice a number. A number of examples becomes the number in this part; other numbers stay the same."""
         if one == several or one != one or not one:
             return whole
         if one == 1 and several == SEVERAL and whole == total:
@@ -149,7 +148,7 @@ def slice_examples(one: Any, several: Any, whole: Any, low: int, high: int, tota
 
 def _refusal(place: str, what: str) -> UsageError:
     return UsageError(
-        f'run.loader(collate="global"): the batch that collate_fn makes cannot be cut by examples: {place} {what}. '
-        "Let it give a row for each example of the list (what is packed or concatenated has none), and count in the "
-        'loss function what the loss is a mean over; or leave collate="global" out.'
+        f'run.loader(collate="global"): the batch that collate_fn makes cannot be split by example: {place} {what}. '
+        "Return one row per example of the list (packed or concatenated batches do not have it), and compute the "
+        'count for a mean in the loss function; or remove collate="global".'
     )

@@ -1,16 +1,16 @@
-"""Collators: they call a loader's collate function, so that what it draws does not depend on how the batch is cut.
+"""Collators call a loader's collate function, so that its random draws do not depend on how the batch is split.
 
 The collate function is called with this process's part of a global batch. There are three kinds of random draws:
 
-1. Draws of torch with a row for each example. Each row comes from the stream of its example (draws.py).
-2. Any other draw of torch, NumPy or Python. It is a choice for the whole batch: the generators are keyed by (seed,
-   loader, epoch, step), alike for all parts. So are generators that the collate function holds itself.
-3. Draws made example by example, or that mix examples. Their numbers depend on the part.
+1. Draws of torch with one row per example. Each row comes from the stream of its example (draws.py).
+2. Any other draw of torch, NumPy or Python, as a choice for the whole batch. The generators, also those stored in the
+   collate function, are keyed by (seed, loader, epoch, step), which is the same for all parts.
+3. Draws made example by example, or draws that mix examples. Their values depend on the part.
 
-The third kind is recognised when a loader draws for the first time: the same example is collated once, four times and
-once again, under the same keys. A draw that depends on the number of examples, without having a row for each, is
-refused where the global batch is cut. A collate function that cannot take other numbers of examples, or whose draws
-differ each time, is trusted.
+The third kind is detected when a loader draws for the first time: copies of one example are collated in batches of 1, 4
+and again 1, under the same keys. If a draw depends on the number of examples and has no row per example, it is refused
+when the global batch is split. Some collate functions cannot be checked: they fail for other numbers of examples, or
+their draws differ each time. These are trusted.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch.utils.data import default_collate
 from paceline.data.batch_plan import Part, Request
 from paceline.data.batch_rows import SEVERAL, empty_batch, slice_examples
 from paceline.data.draws import DrawCall, ExampleDraws, RowKeys
-from paceline.data.made_batches import RowCollate
 from paceline.data.randomness import drawn_from, just_seeded, mix, mix_each, seed_all, tag
 from paceline.data.sampler_rng import GeneratorHandle, generators_of, seed_generators
+from paceline.data.user_batches import RowCollate
 from paceline.errors import UsageError
 
 Collate = Callable[[list[Any]], Any]
 
 SCOPES = ("example", "global", "shard")
-"""Values of the argument `collate` of `run.loader`, which documents them."""
+"""Values of the argument `collate` of `run.loader`, documented there."""
 
 
 class Streams:
@@ -43,7 +43,7 @@ class Streams:
 
     def __init__(self, seed: int, name: str) -> None:
         self.name = name
-        self.backwards = False  # set by `paceline verify`: examples are collated in reverse order, with their own draws
+        self.backwards = False  # set by `paceline verify`: collate examples in reverse order, each with its draws
         self._example = mix(seed, tag("example"), tag(name))
         self._collate = mix(seed, tag("collate"), tag(name))
         self._rows = mix(seed, tag("rows"), tag(name))
@@ -51,35 +51,35 @@ class Streams:
         self.of_yields = mix(seed, tag("yield"), tag(name))
 
     def seed_example(self, epoch: int, index: int) -> None:
-        """Seed the global generators for one example, before the data set makes it."""
+        """Seed the global generators for one example, before it is read from the data set."""
         seed_all(mix(self._example, epoch, index))
 
     def example_keys(self, epoch: int, indices: Sequence[int]) -> list[int]:
-        """The keys by which `seed_example` seeds."""
+        """The keys that `seed_example` uses for these examples."""
         found: list[int] = mix_each(mix(self._example, epoch), np.asarray(indices, dtype=np.int64)).tolist()
         return found
 
     def collate_key(self, request: Request, part: Part | None) -> int:
-        """For choices for the whole batch, while it is collated. part: set with collate="shard", where each part makes
-        its own choices."""
+        """The key of draws for the whole batch during collating. With collate="shard" each part draws separately;
+        otherwise `part` is None."""
         if part is None:
             return mix(self._collate, request.epoch, request.step)
         return mix(self._collate, request.epoch, request.step, part.shard, part.micro)
 
     def collate_rows(self, request: Request, part: Part) -> RowKeys:
-        """The streams of a part's examples, while they are collated."""
+        """The random streams of a part's examples, for draws in the collate function."""
         return self._row_keys(self._rows, request, part)
 
     def noise_rows(self, request: Request, part: Part) -> RowKeys:
-        """The streams of a part's examples, while the model computes them."""
+        """The streams of a part's examples, for the model's computation."""
         return self._row_keys(self._noise, request, part)
 
     def torch_key(self, request: Request, shard: int, micro: int) -> int:
-        """For torch's generators while the model computes a micro-batch: noise differs between shards."""
+        """The key of torch's generators while the model computes a micro-batch: noise differs between shards."""
         return mix(self.of_yields, request.epoch, request.step, shard, micro)
 
     def python_key(self, request: Request) -> int:
-        """For Python's and NumPy's generators while the model computes: all shards make the same choices."""
+        """The key of Python's and NumPy's generators while the model computes, the same for all shards."""
         return mix(self.of_yields, request.epoch, request.step)
 
     def _row_keys(self, purpose: int, request: Request, part: Part) -> RowKeys:
@@ -92,30 +92,30 @@ class Streams:
 
 
 class CollateDraws(NamedTuple):
-    """What is known of a collate function's draws."""
+    """Facts about the draws of a collate function."""
 
-    # The shapes of those of torch's draws that are choices for the whole batch, by the number of the draw.
+    # Shapes of torch's draws that are choices for the whole batch, by the number of the draw.
     batch_level: dict[int, tuple[int, ...]] = {}  # noqa: RUF012 (never written to)
-    refusal: str | None = None  # why the draws depend on how the batch is cut; None where they do not
+    refusal: str | None = None  # why the draws depend on how the batch is split; None if they do not
 
 
 class Collator:
-    """Collates the parts of one loader's global batches. scope: one of SCOPES."""
+    """Collates the parts of one loader's global batches. `scope` is one of SCOPES."""
 
     def __init__(self, collate: Collate, streams: Streams, scope: str = "example") -> None:
         self.collate, self.streams, self.scope = collate, streams, scope
-        # What `paceline verify` has wrapped: it records the wrapper's calls, each as one batch.
+        # The user's function without the wrapper of `paceline verify`, which records each call as a batch.
         self._plain = getattr(collate, "__wrapped__", collate)
         # None until the collate function has drawn for the first time.
         self._draws: CollateDraws | None = None if scope == "example" else CollateDraws()
-        self._copy_next = True  # whether the next batch's examples are copied first, to inspect the draws
+        self._copy_next = True  # copy the next batch's examples before collating, to inspect the draws?
         self._samples: tuple[Any, Any] | None = None  # scope "global": a batch of one example, and of several copies
         self._last: tuple[tuple[int, int], Any] | None = None  # scope "global": (epoch, step) and its whole batch
 
     def collate_part(self, request: Request, part: Part, read: Callable[[Sequence[int]], list[Any]]) -> Any:
-        """The collated batch of a part. read: gives the examples with these indices.
+        """The collated batch of a part. `read` returns the examples with given indices.
 
-        Raises UsageError for draws that depend on how the batch is cut, and for a batch that cannot be cut."""
+        Raises UsageError for draws that depend on how the batch is split, and for a batch that cannot be split."""
         if request.whole:
             return self._rows_of_whole(request, part, read)
         if not part.indices:
@@ -123,7 +123,7 @@ class Collator:
         return self.batch(request, part, read(part.indices))
 
     def batch(self, request: Request, part: Part, examples: list[Any]) -> Any:
-        """The collated examples of a part. Raises UsageError for draws that depend on how the batch is cut."""
+        """The collated examples of a part. Raises UsageError for draws that depend on how the batch is split."""
         if self.collate is default_collate:
             return default_collate(examples)
         if self.scope == "shard":
@@ -140,9 +140,9 @@ class Collator:
         return batch
 
     def _inspected_batch(self, request: Request, keys: RowKeys, examples: list[Any]) -> Any:
-        """A batch of a loader that has not drawn yet. If the collate function draws now, its draws are inspected with
-        copies of the examples, which collate may have changed. Copies are made for the first batch; later only for the
-        batch after one that drew."""
+        """Collate a batch of a loader that has not drawn yet. If the collate function draws now, inspect its draws with
+        copies of the examples. The copies are made before collating, since the function may change the examples. The
+        first batch is copied, and later only a batch that follows a batch with draws."""
         copies = _copied(examples) if self._copy_next else None
         batch, drawing, drew = self._call(request, keys, examples)
         if copies is not None and drew:
@@ -155,7 +155,7 @@ class Collator:
         return batch
 
     def _empty(self, request: Request, part: Part, example: Any) -> Any:
-        """The zero-length batch of a part without examples, in the form of this example's batch."""
+        """The zero-length batch of a part without examples. `example` is a template for shapes and types."""
 
         def collate(examples: list[Any]) -> Any:
             if self.scope == "shard":
@@ -167,7 +167,7 @@ class Collator:
 
     def _rows_of_whole(self, request: Request, part: Part, read: Callable[[Sequence[int]], list[Any]]) -> Any:
         """With scope "global": a part's rows of the whole global batch. Raises UsageError for a batch that cannot be
-        cut by examples."""
+        split by example."""
         step = (request.epoch, request.step)
         if self._last is None or self._last[0] != step:
             examples = read(request.whole)[:: -1 if self.streams.backwards else 1]
@@ -192,13 +192,14 @@ class Collator:
         return self.streams.collate_rows(request, Part(0, 0, (request.first,) * count, 0, tuple(range(count))))
 
     def _held(self) -> list[GeneratorHandle]:
-        """The generators that the collate function holds."""
+        """The generators stored in the collate function."""
         return generators_of(_owner(self._plain))
 
     def _call(
         self, request: Request, keys: RowKeys | None, examples: list[Any], collate: Collate | None = None
     ) -> tuple[Any, _Drawing, bool]:
-        """(the batch; torch's draws; whether anything was drawn). keys: None where no row belongs to one example."""
+        """Call the collate function. Returns (the batch, torch's draws, whether anything was drawn). keys: None if no
+        draw may have one row per example."""
         generators = self._held()
         seed_generators(self.streams.collate_key(request, None), generators)
         held = [] if self._draws else [(handle, handle.get()) for handle in generators]
@@ -215,7 +216,7 @@ class Collator:
         return batch, drawing, drew
 
     def _inspect(self, request: Request, example: Any) -> CollateDraws:
-        """What kinds of draws the collate function makes, by collating copies of one example: one, several, one."""
+        """Find the kinds of draws of the collate function: collate 1, SEVERAL and again 1 copies of an example."""
 
         def run(count: int) -> tuple[list[tuple[bool, tuple[int, ...]]], Any]:
             examples = [copy.deepcopy(example) for _ in range(count)]
@@ -225,10 +226,10 @@ class Collator:
 
         try:
             (one, before), (many, after), (again, still) = run(1), run(SEVERAL), run(1)
-        except Exception:  # a function of the user's may raise anything when it cannot take other counts
+        except Exception:  # a user's function may raise anything if it does not support other counts
             return CollateDraws()
         if one != again or not _equal(before, still):
-            return CollateDraws()  # it has a state of its own
+            return CollateDraws()  # it has state, so it cannot be checked
         if not _equal(before, after):
             return CollateDraws(refusal=self._refusal(_BY_EXAMPLE, "NumPy's or Python's generators"))
         if len(one) != len(many):
@@ -249,24 +250,24 @@ class Collator:
 
 
 _BY_EXAMPLE = (
-    "draws from {what} as often as the batch has examples. It is handed a part of each global batch, so that the "
-    "parts would draw the same numbers for other examples, and the model would depend on how the batch is cut over "
-    "devices and micro-batches."
+    "draws from {what} once per example. It gets a part of each global batch, so the parts would draw the same "
+    "numbers for different examples, and the model would depend on how the batch is split over devices and "
+    "micro-batches."
 )
 _MIXES = (
-    "draws an order of the examples, as mixup does. It is handed a part of each global batch, so that the model would "
-    "depend on how the batch is cut over devices and micro-batches."
+    "draws a permutation of the examples, as mixup does. It gets a part of each global batch, so the model would "
+    "depend on how the batch is split over devices and micro-batches."
 )
 _REMEDY = (
-    'Say run.loader(..., collate="global"): it is then handed the whole global batch on every process, which keeps its '
-    "own rows. Or draw with torch and a row for each example, such as torch.rand(len(examples), length), or in the "
-    'data set\'s __getitem__. With collate="shard" each part draws for itself, which changes the model.'
+    'Use run.loader(..., collate="global"): the function then gets the whole global batch on every process, and each '
+    "process keeps its rows. Or draw one row per example with torch, such as torch.rand(len(examples), length), or in "
+    'the data set\'s __getitem__. With collate="shard" each part draws separately, which changes the model.'
 )
 
 
 class _Drawing(ExampleDraws):
-    """torch's draws in a collate function. Those without a row for each example come from the default generator, which
-    is keyed alike for all parts, whatever generator the function gave."""
+    """torch's draws in a collate function. Draws without a row per example always come from the default generator, even
+    if the function passes a different generator. The default generator has the same key for all parts."""
 
     def __init__(self, keys: RowKeys, known: CollateDraws) -> None:
         super().__init__(keys, lambda call, number: call.plain())
@@ -277,22 +278,22 @@ class _Drawing(ExampleDraws):
 
     @property
     def shapes(self) -> dict[int, tuple[int, ...]]:
-        """The shapes of the draws that had a row for each example, by the number of the draw."""
+        """The shapes of the draws with one row per example, by the number of the draw."""
         return {k: shape for k, (_, shape) in enumerate(self.calls) if shape[:1] == (len(self.keys),)}
 
 
 def _owner(collate: Any) -> Any:
-    """The object that may have a collate function's generators as attributes."""
+    """The object that may hold a collate function's generators as attributes."""
     while isinstance(collate, (functools.partial, RowCollate)):
         collate = collate.function if isinstance(collate, RowCollate) else collate.func
     return getattr(collate, "__self__", collate)
 
 
 def _copied(examples: Sequence[Any]) -> list[Any] | None:
-    """Copies, since a collate function may change what it is given. None where they cannot be copied."""
+    """Copies of the examples, since a collate function may change them. None if they cannot be copied."""
     try:
         return [copy.deepcopy(example) for example in examples]
-    except Exception:  # a class of the user's may raise anything
+    except Exception:  # a user's class may raise anything
         return None
 
 

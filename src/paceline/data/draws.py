@@ -1,9 +1,9 @@
 """Random numbers by example: row i of a random tensor is drawn from the stream of example i.
 
-`ExampleDraws` is a mode that sees every random operator of torch, whoever calls it (torch.rand, a method such as
-`uniform_`, a distribution, dropout). Where the first dimension of the result is the number of examples, the numbers
-come from a counter-based generator in place of torch's: element (i, j, k) of draw number d is hash(key of example i, d,
-j, k). So an example has the same numbers in every batch, and longer padding changes none of them.
+`ExampleDraws` is a TorchDispatchMode that intercepts every random operator of torch, wherever it is called (torch.rand,
+a method such as `uniform_`, a distribution, dropout). If the first dimension of the result is the number of examples,
+the numbers come from a counter-based generator instead of torch's: element (i, j, k) of draw number d is hash(key of
+example i, d, j, k). So an example has the same numbers in every batch, and longer padding does not change them.
 
 The hash is splitmix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), nested: the j-th
 number of stream i is the key of stream (i, j). All of it is 64-bit arithmetic on tensors, the same on every device.
@@ -31,7 +31,7 @@ from paceline.torch_private.core import TorchDispatchMode, is_composite, schema_
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
-_CHUNK = 1 << 16  # elements that are drawn at once, so that they fit into a core's cache
+_CHUNK = 1 << 16  # elements drawn at once: they fit into a core's cache
 
 _UNTAGGED = frozenset(
     [
@@ -50,7 +50,7 @@ _UNTAGGED = frozenset(
         "scaled_dot_product_attention",
     ]
 )
-"""Random operators that torch does not tag as such."""
+"""Random operators that torch does not tag as random."""
 
 
 class DrawCall(NamedTuple):
@@ -59,13 +59,13 @@ class DrawCall(NamedTuple):
     func: Any  # the operator
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    name: str  # the operator's, without `aten::`
+    name: str  # name of the operator, without `aten::`
     values: dict[str, Any]  # all arguments by name, with their defaults
-    shape: tuple[int, ...]  # of what is drawn
+    shape: tuple[int, ...]  # shape of the drawn tensor
 
     def plain(self, key: int | None = None) -> Any:
-        """Call the operator with torch's default generator, whatever generator the caller gave. key: seeds it for this
-        call alone."""
+        """Call the operator with torch's default generator, even if the caller passed another generator. key: seed the
+        default generator with this key, for this call only."""
         kwargs = {**self.kwargs, "generator": None} if "generator" in self.values else self.kwargs
         if key is None:
             return self.func(*self.args, **kwargs)
@@ -74,18 +74,18 @@ class DrawCall(NamedTuple):
 
     @property
     def mixes(self) -> bool:
-        """Whether the result is an order of all its elements, so that no row can be drawn by itself."""
+        """Whether the result is a permutation, or a sample without replacement: its rows cannot be drawn separately."""
         one = self.name == "multinomial" and self.values["self"].dim() == 1 and not self.values["replacement"]
         return one or self.name == "randperm"
 
     @property
     def device(self) -> torch.device:
-        """The device of what is drawn."""
-        own = self.values.get("self", self.values.get("mean"))
-        if not isinstance(own, Tensor):
-            own = self.values.get("std")
-        if isinstance(own, Tensor):
-            return own.device
+        """The device of the drawn tensor."""
+        source = self.values.get("self", self.values.get("mean"))
+        if not isinstance(source, Tensor):
+            source = self.values.get("std")
+        if isinstance(source, Tensor):
+            return source.device
         return torch.device(self.values.get("device") or "cpu")
 
 
@@ -93,8 +93,8 @@ class RowKeys:
     """The keys of the current examples' streams.
 
     Args:
-        count: of examples.
-        make: gives the keys, (count,) uint64, one for each row. It is called when something draws.
+        count: number of examples.
+        make: returns the keys, (count,) uint64, one per row. Called at the first draw.
     """
 
     def __init__(self, count: int, make: Callable[[], np.ndarray]) -> None:
@@ -106,28 +106,28 @@ class RowKeys:
 
     @functools.cached_property
     def keys(self) -> np.ndarray:
-        """(count,) uint64."""
+        """The keys, (count,) uint64."""
         return self._make()
 
     def on(self, device: torch.device) -> Tensor:
-        """The keys as (n,) int64 on a device."""
+        """The keys on a device, (count,) int64."""
         if device not in self._on:
             self._on[device] = upload(torch.from_numpy(self.keys.view(np.int64)), device)
         return self._on[device]
 
 
 class ExampleDraws(TorchDispatchMode):
-    """A mode in which random operators draw each row from the stream of its example.
+    """A mode that makes random operators draw each row from the stream of its example.
 
-    keys: of the examples. draw_other: makes a draw that has no row for each example; it is given the call and its
-    number. layout: where the examples are in what is drawn. "rows": the first dimension; "folded": the first dimension
-    is (examples x anything); "second": the second dimension.
+    keys: the examples' keys. draw_other: draws a tensor without one row per example, from the call and its number.
+    layout: the dimension of the examples in the drawn tensor. "rows": the first dimension; "folded": the first
+    dimension, which is (examples x anything); "second": the second dimension.
     """
 
     def __init__(self, keys: RowKeys, draw_other: Callable[[DrawCall, int], Any], *, layout: str = "rows") -> None:
         super().__init__()
         self.keys, self.draw_other, self.layout = keys, draw_other, layout
-        self.calls: list[tuple[bool, tuple[int, ...]]] = []  # of each draw: whether it mixes rows, and its shape
+        self.calls: list[tuple[bool, tuple[int, ...]]] = []  # (DrawCall.mixes, shape) of each draw
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -139,7 +139,7 @@ class ExampleDraws(TorchDispatchMode):
             kind = _kinds[func] = _kind(func)
         if kind == _PLAIN:
             return func(*args, **(kwargs or {}))
-        if kind == _COMPOSITE:  # inference mode does not decompose it
+        if kind == _COMPOSITE:  # inference mode does not decompose composite operators
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         call = _bind(func, args, kwargs or {})
@@ -162,15 +162,15 @@ class ExampleDraws(TorchDispatchMode):
         return args[0].copy_(kept) if call.name == "bernoulli_" else _apply_dropout(call, kept)
 
     def number(self, call: DrawCall) -> int:
-        """The number of a draw that is made now, of whatever kind."""
+        """The number of the current draw. Draws of every kind count."""
         return len(self.calls)
 
     def is_batch_level(self, call: DrawCall, number: int) -> bool:
-        """Whether a draw belongs to the whole batch, although its length happens to be the number of examples."""
+        """Whether a draw is for the whole batch, although its length equals the number of examples."""
         return False
 
     def _examples_first(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The shape in which the numbers are drawn, with the examples first. None where there is no row for each."""
+        """The shape of the numbers to draw, with the examples first. None if there is no row per example."""
         count = len(self.keys)
         if self.layout == "second":
             return (count, shape[0], *shape[2:]) if shape[1:2] == (count,) else None
@@ -193,12 +193,12 @@ def _kind(func: Any) -> int:
 
 
 def _all_plain(args: Sequence[Any]) -> bool:
-    """Whether no tensor is of a subclass, such as DTensor, whose first dimension may be a part of the whole."""
+    """Whether no argument is a tensor subclass, such as DTensor, with a first dimension that may be sharded."""
     return all(type(x) in (Tensor, torch.nn.Parameter) for x in args if isinstance(x, Tensor))
 
 
 def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DrawCall:
-    """The call of an operator, with its arguments by name."""
+    """One call of an operator, with its arguments by name."""
     declared = schema_of(func).arguments
     values = {a.name: a.default_value for a in declared}
     values |= dict(zip(values, args, strict=False))
@@ -207,7 +207,7 @@ def _bind(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> DrawCall:
     return DrawCall(func, tuple(args), kwargs, name, values, _shape(name, values))
 
 
-_SHAPING = ("self", "mean", "std", "count", "prob", "input")  # arguments whose shapes the result is broadcast to
+_SHAPING = ("self", "mean", "std", "count", "prob", "input")  # the result has the broadcast shape of these arguments
 
 
 def _shape(name: str, values: dict[str, Any]) -> tuple[int, ...]:
@@ -221,16 +221,16 @@ def _shape(name: str, values: dict[str, Any]) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(*(t.shape for t in tensors)))
 
 
-# --- uniform bits, and numbers of one kind
+# --- uniform bits, and the numbers made from them
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """x >> by, with x as an unsigned number."""
+    """x >> by, with x as an unsigned integer."""
     return torch.bitwise_right_shift(x, by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _signed(number: int) -> int:
-    """The lowest 64 bits of a whole number, as an int64 has them."""
+    """The lowest 64 bits of an integer, as an int64."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -242,13 +242,13 @@ def _scramble(x: Tensor) -> Tensor:
 
 
 def _numbers(streams: Tensor, length: int) -> Tensor:
-    """The first `length` numbers (..., length) of each stream whose key is in `streams` (...)."""
+    """The first `length` numbers of each stream, (..., length). streams: the streams' keys, (...)."""
     steps = torch.arange(1, length + 1, device=streams.device).mul_(_GOLDEN)
     return _scramble(streams.unsqueeze(-1) + steps)
 
 
 Bits = Callable[[int], Tensor]
-"""bits(n): 64 random bits for each element of a chunk, other bits for each n."""
+"""bits(n): 64 random bits for each element of a chunk, different for each n."""
 
 
 def _fill(
@@ -259,9 +259,9 @@ def _fill(
     sample: Callable[..., Tensor],
     params: Sequence[Tensor] = (),
 ) -> Tensor:
-    """A tensor of `shape`, filled by chunks of rows with sample(bits, *rows of the params).
+    """A tensor of `shape`, filled in chunks of rows by sample(bits, *rows of the params).
 
-    keys: (n,), of the examples. number: of the draw. params: tensors that are broadcast to `shape`.
+    keys: the examples' keys, (n,). number: the draw's number. params: tensors to broadcast to `shape`.
     """
     streams = _scramble(keys + _signed((number + 1) * _GOLDEN))
     full = shape if len(shape) > 1 else (*shape, 1)
@@ -285,13 +285,13 @@ _MANTISSA_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch
 
 
 def _uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """In [0, 1), with as many bits as the mantissa has, so that no number is rounded to 1."""
+    """Uniform in [0, 1). Uses only the bits of the mantissa, so that no number is rounded to 1."""
     digits = _MANTISSA_BITS.get(dtype, 24)
     return _shifted(bits, 64 - digits).to(_wide(dtype)).mul_(2.0**-digits)
 
 
 def _open_uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
-    """In (0, 1)."""
+    """Uniform in (0, 1)."""
     wide = _wide(dtype)
     digits = 52 if wide == torch.float64 else 23
     return _shifted(bits, 64 - digits).to(wide).mul_(2.0**-digits).add_(2.0 ** -(digits + 1))
@@ -307,7 +307,7 @@ def _normal(bits: Bits, dtype: torch.dtype) -> Tensor:
 
 
 def _integers(bits: Tensor, low: int, high: int) -> Tensor:
-    """In [low, high)."""
+    """Uniform integers in [low, high)."""
     return _shifted(bits, 1).remainder_(high - low).add_(low)
 
 
@@ -339,7 +339,7 @@ def draw_rows(call: DrawCall, keys: Tensor, number: int) -> Any:
 
 def _dtype(call: DrawCall, name: str) -> torch.dtype:
     values = call.values
-    if isinstance(values.get("dtype"), torch.dtype):  # a default of the schema is a number
+    if isinstance(values.get("dtype"), torch.dtype):  # the schema's default is a number
         return values["dtype"]
     for key in ("out", "self", "mean", "std"):
         if isinstance(values.get(key), Tensor):
@@ -348,7 +348,7 @@ def _dtype(call: DrawCall, name: str) -> torch.dtype:
 
 
 def _deliver(call: DrawCall, drawn: Tensor) -> Tensor:
-    """The numbers where the caller wants them: in place, in `out`, in pinned memory, or as a new tensor."""
+    """Return the numbers where the caller wants them: in place, in `out`, in pinned memory, or in a new tensor."""
     values = call.values
     if call.name.endswith("_"):
         return values["self"].copy_(drawn)
@@ -360,7 +360,7 @@ def _deliver(call: DrawCall, drawn: Tensor) -> Tensor:
 
 
 Sampler = tuple[Callable[..., Tensor], Sequence[Tensor]]
-"""`sample` and `params` of _fill."""
+"""`sample` and `params` of `_fill`."""
 
 
 def _sample_uniform(values: dict[str, Any], dtype: torch.dtype) -> Sampler:
@@ -439,7 +439,7 @@ _SAMPLERS: dict[str, Callable[[dict[str, Any], torch.dtype], Sampler]] = {
 
 
 def _apply_dropout(call: DrawCall, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """The results of native_dropout. kept: the mask of what it keeps."""
+    """The results of native_dropout. kept: mask of the elements to keep."""
     x, p = call.values["input"], float(call.values["p"])
     if call.values["train"] is False or p == 0:
         return call.plain()
@@ -462,15 +462,15 @@ def _multinomial(call: DrawCall, keys: Tensor, number: int) -> Tensor:
 
 
 def _row_by_row(call: DrawCall, number: int, keys: Tensor) -> Any:
-    """An operator without a formula above (poisson, binomial, gamma): torch's own, row by row, seeded for each row."""
+    """Call an operator without a formula above (poisson, binomial, gamma) once per row, with a seed for each row."""
     count, made = len(keys), []
     for row, key in enumerate(keys.tolist()):
 
-        def cut(value: Any, row: int = row) -> Any:
+        def one_row(value: Any, row: int = row) -> Any:
             return value[row : row + 1] if isinstance(value, Tensor) and value.shape[:1] == (count,) else value
 
-        kwargs = {name: cut(value) for name, value in call.kwargs.items()}
-        made.append(call._replace(args=tuple(map(cut, call.args)), kwargs=kwargs).plain(mix(key, number)))
+        kwargs = {name: one_row(value) for name, value in call.kwargs.items()}
+        made.append(call._replace(args=tuple(map(one_row, call.args)), kwargs=kwargs).plain(mix(key, number)))
     if call.name.endswith("_"):
         return call.values["self"]
     if isinstance(made[0], tuple):
@@ -480,7 +480,7 @@ def _row_by_row(call: DrawCall, number: int, keys: Tensor) -> Any:
 
 @contextmanager
 def _seeded(key: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's default generator of a device; put its state back afterwards."""
+    """Seed torch's default generator of a device, and restore its state afterwards."""
     if device.type == "cuda":
         generator = torch.cuda.default_generators[device.index or 0]
     else:

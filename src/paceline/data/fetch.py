@@ -1,23 +1,21 @@
-"""Fetchers: they answer a loader's requests with examples, fetched and collated in the main process or in workers.
+"""Fetchers answer a loader's requests: they fetch and collate examples in the main process or in workers.
 
-Both fetchers are data sets for torch's DataLoader with `batch_size=None`: its "index" is a Request, and an item is the
-request with its collated batches. So torch's workers, prefetching and pinning thread are used as they are. Every random
-draw is keyed by its address, in whichever process it happens.
+Both fetchers are data sets for torch's DataLoader with `batch_size=None`. Their "index" is a Request, and their item is
+an Answer: the request with its collated batches. So torch's workers, prefetching and pinning thread work unchanged. In
+every process, a random draw is keyed by its address (randomness.py).
 
-What an example draws depends on the example alone (ExampleReader). Before an example is made, the global generators are
-seeded with its key. That costs 8 us for the three of them, more than it takes most data sets to give an example, and
-few draw. So:
+An example's draws depend on the example alone (ExampleReader). Before an example is read, the three global generators
+are seeded with its key. That takes 8 us. Most data sets return an example in less time, and few data sets draw. So:
 
-1. The first examples are read one by one, with all generators seeded.
-2. For the later ones only those generators are seeded from which the first ones have drawn. Where there are none, the
-   examples of a part of a global batch are read at once, by `__getitems__` where the data set has it, as torch's
-   fetcher does.
-3. If another generator has moved when a part is read, something has drawn from it after all. The part is read again
-   with that one seeded too, and so is everything after it.
+1. Read the first examples one by one, with all generators seeded.
+2. For later examples, seed only the generators that the first examples used. If the first examples used none, read all
+   examples of a part of a global batch at once, with `__getitems__` if the data set has it, as torch's fetcher does.
+3. If another generator moves while a part is read, an example has drawn from that generator. Read the part again with
+   the generator seeded too, and keep seeding it.
 
-What an example draws is thus the same as if each were seeded with all. A data set that draws nothing for the first
-examples, and keeps what it draws later (in a cache, by index), would keep the first reading of one part: it should have
-a generator of its own, seeded by the index.
+So an example draws the same numbers that it would draw with all generators seeded. One exception: a data set that draws
+nothing for the first examples, and later caches its draws by index, keeps the draws of the first reading in step 3. It
+should use its own generator, seeded by the index.
 """
 
 from __future__ import annotations
@@ -34,50 +32,50 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from paceline.data.agreement import digest_of_example, probe_of_stream
 from paceline.data.batch_plan import BatchPlan, Fetched, Request
 from paceline.data.collating import Collator
-from paceline.data.made_batches import RowAddresses, RowDataset
 from paceline.data.placement import pinned
 from paceline.data.randomness import GENERATORS, drawn_from, just_seeded, mix, seed_all, seed_some, tag
+from paceline.data.user_batches import RowAddresses, RowDataset
 from paceline.errors import SettingError
 
 
 class Answer(NamedTuple):
-    """What a fetcher gives to torch's DataLoader."""
+    """One item for torch's DataLoader."""
 
     request: Request
     batches: list[Any]  # the collated batch of each part of the request
 
     def pin_memory(self) -> Answer:
-        """The DataLoader calls this in place of its own pinning, which would take the request apart, index by index,
-        and raise where a tensor is on the device already."""
+        """The answer with its batches in pinned memory. The DataLoader calls this instead of its own pinning, which
+        would also search the request, index by index, and raise for a tensor that is already on the device."""
         return Answer(self.request, [pinned(batch) for batch in self.batches])
 
 
 def converted(answer: Answer) -> Answer:
-    """The answer with its batches as a DataLoader without a collate function leaves them: arrays become tensors."""
+    """The answer with arrays converted to tensors, as a DataLoader without a collate function does."""
     return Answer(answer.request, [default_convert(batch) for batch in answer.batches])
 
 
 _LOOKED_AT = 64
-"""Examples of each process, and of each worker of its loader, that are read with all generators seeded."""
-_ANY_KEY = 0  # of generators from which nothing is to be drawn
+"""Number of examples that a process, or a worker of its loader, reads first with all generators seeded."""
+_ANY_KEY = 0  # the key of generators that no example is expected to use
 
 
 class ExampleReader:
     """Reads examples by their indices.
 
     Args:
-        dataset: with `__getitem__`.
+        dataset: a map-style data set.
         keys: (epoch, indices) -> the keys of these examples' streams.
     """
 
     def __init__(self, dataset: Any, keys: Callable[[int, Sequence[int]], list[int]]) -> None:
         self.dataset, self._keys = dataset, keys
-        self._drawn: frozenset[str] = frozenset()  # the generators from which examples have drawn
-        self._looked_at = 0  # examples so far that were read with all generators seeded
+        self._drawn: frozenset[str] = frozenset()  # the generators that examples have drawn from
+        self._looked_at = 0  # examples read so far with all generators seeded
         self._at_once = _reads_at_once(type(dataset))
 
     def read(self, epoch: int, indices: Sequence[int]) -> list[Any]:
-        """These examples, in this order."""
+        """The examples with these indices, in this order."""
         if self._looked_at < _LOOKED_AT:
             return self._look_at(epoch, indices)
         while True:
@@ -91,11 +89,11 @@ class ExampleReader:
 
     @property
     def takes_rows(self) -> bool:
-        """Whether the examples are rows of tensors, which `collated` takes at once."""
+        """Whether the examples are rows of tensors, so that `collated` can read them at once."""
         return type(self.dataset) is TensorDataset
 
     def collated(self, indices: Sequence[int]) -> list[Tensor]:
-        """What default_collate makes of these examples, of a data set that `takes_rows`. Nothing draws there."""
+        """The result of default_collate for these examples, if `takes_rows`. A TensorDataset draws nothing."""
         rows = torch.tensor(indices)
         return [tensor[rows] for tensor in self.dataset.tensors]
 
@@ -122,8 +120,8 @@ class ExampleReader:
 
 
 def _reads_at_once(kind: type) -> bool:
-    """Does the class have a `__getitems__` that knows its `__getitem__`? One that a subclass has inherited, which makes
-    its own examples in `__getitem__`, does not, nor one that `__getattr__` finds in a data set within."""
+    """Is the class's `__getitems__` consistent with its `__getitem__`? Not if a subclass inherits `__getitems__` and
+    overrides `__getitem__`. Not if `__getattr__` finds `__getitems__` in a wrapped data set."""
     owners = {
         name: next((number for number, base in enumerate(kind.__mro__) if name in vars(base)), None)
         for name in ("__getitem__", "__getitems__")
@@ -148,15 +146,16 @@ class MapFetcher(Dataset[Fetched]):
             return self._examples(request.epoch, indices)
 
         if request.probe is not None:
-            # Before this rank's own examples, while a generator that the data set holds has one state on all ranks.
+            # Read the probe before this rank's shard: a generator stored in the data set still has the same state on
+            # all ranks.
             digests = tuple(digest_of_example(example) for example in examples(request.probe.indices))
             request = request._replace(probe=request.probe._replace(examples=digests))
         return Answer(request, [self.collator.collate_part(request, part, examples) for part in request.parts])
 
     def answers(self, requests: Iterable[Request], pins: bool) -> Iterator[Answer]:
-        """The answers to these requests, made here: what torch's loader does without workers, without its 40 us a
-        batch. pins: into page-locked memory."""
-        plain = self.collator.collate is default_collate  # what it makes needs no conversion
+        """The answers to these requests, made in this process. Replaces torch's DataLoader without workers, which costs
+        40 us per batch. pins: put batches into pinned memory."""
+        plain = self.collator.collate is default_collate  # its result needs no conversion
         for request in requests:
             answer = self[request] if plain else converted(self[request])
             yield answer.pin_memory() if pins else answer
@@ -168,11 +167,11 @@ class MapFetcher(Dataset[Fetched]):
 
 
 class StreamFetcher(IterableDataset[Fetched]):
-    """Cuts the stream of an iterable data set into the yields of this process.
+    """Splits the stream of an iterable data set into the yields of this process.
 
-    Every process reads the whole stream and keeps its own part, since no process knows what another one has read. The
-    index of an example is its position in the stream. Shuffling yields a random one of `buffer` waiting examples, as
-    tf.data's `shuffle` does.
+    Every process reads the whole stream and keeps its shards, since it does not know what other processes have read.
+    The index of an example is its position in the stream. Shuffling picks random examples from a buffer of `buffer`
+    examples, like tf.data's `shuffle`.
     """
 
     def __init__(
@@ -191,8 +190,8 @@ class StreamFetcher(IterableDataset[Fetched]):
         self.buffer, self.drop_last = buffer, drop_last
         # Set before each pass:
         self.plan: BatchPlan | None = None
-        self.epoch, self.start = 0, 0  # start: the step at which the pass begins
-        self.probing = False  # whether the ranks are to compare their data
+        self.epoch, self.start = 0, 0  # start: the first step of the pass
+        self.probing = False  # should the ranks compare their data?
 
     def __iter__(self) -> Iterator[Fetched]:
         stream = self._shuffled(self._numbered())
@@ -201,11 +200,11 @@ class StreamFetcher(IterableDataset[Fetched]):
             if len(batch) < self.global_batch and self.drop_last:
                 return
             if step >= self.start:
-                yield from self._cut(batch, step)
+                yield from self._split(batch, step)
             step += 1
 
     def _numbered(self) -> Iterator[tuple[int, Any]]:
-        """(index, example), each made with generators that are keyed by its index."""
+        """(index, example) for each example of the stream, read with the generators keyed by its index."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
         source = iter(self.dataset)
@@ -232,7 +231,7 @@ class StreamFetcher(IterableDataset[Fetched]):
         draw.shuffle(waiting)
         yield from waiting
 
-    def _cut(self, batch: list[tuple[int, Any]], step: int) -> Iterator[Fetched]:
+    def _split(self, batch: list[tuple[int, Any]], step: int) -> Iterator[Fetched]:
         examples = dict(batch)
         probe = probe_of_stream(examples.values()) if self.probing and step == self.start else None
         whole = self.collator.scope == "global"
@@ -248,7 +247,7 @@ class StreamFetcher(IterableDataset[Fetched]):
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a data set can only be iterated. Raises SettingError for what is no data set."""
+    """Whether a data set can only be iterated. Raises SettingError if the object is not a data set."""
     if isinstance(dataset, IterableDataset):
         return True
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
@@ -256,6 +255,6 @@ def is_stream(dataset: Any) -> bool:
     if hasattr(dataset, "__iter__") and not hasattr(dataset, "__next__"):
         return True
     raise SettingError(
-        f"run.loader(dataset={type(dataset).__name__}): a data set needs __getitem__ and __len__, or __iter__ that "
-        "starts anew each time it is called (an iterator or generator can be read only once)."
+        f"run.loader(dataset={type(dataset).__name__}): a data set needs __getitem__ and __len__, or an __iter__ that "
+        "starts again at each call (an iterator or generator can be read only once)."
     )

@@ -1,7 +1,7 @@
-"""The loader: it yields this process's part of each global batch, equally often on every rank.
+"""The loader yields this process's shard of each global batch, the same number of times on every rank.
 
-A loader has a name, an epoch and a step. These are all that a checkpoint holds of it: the order of an epoch is a
-function (order.order_of), so the examples of step k are known without reading those before it.
+A loader has a name, an epoch and a step. A checkpoint stores no other position: the order of an epoch is a function
+(order.order_of), so the examples of step k are known without reading earlier examples.
 """
 
 from __future__ import annotations
@@ -14,75 +14,35 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from multiprocessing import reduction
-from operator import attrgetter
 from types import CodeType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from paceline.comm import collectives, generators
+from paceline.comm import generators
+from paceline.comm.mesh import world_group
 from paceline.data import randomness
-from paceline.data.batch_plan import Fetched, Piece, Request
-from paceline.data.elsewhere import of_loader
+from paceline.data.batch_plan import Fetched, Request
+from paceline.data.foreign_names import of_loader
 from paceline.data.noise import Noise
 from paceline.data.order import VERSION
-from paceline.data.placement import move
 from paceline.data.sources import ADDED_LATER, Source
 from paceline.data.zero_rows import ZERO_ROWS
 from paceline.errors import SettingError, UsageError
 
-_CANNOT_BE_UNPACKED = (
-    "this batch holds several collated batches, since the chosen strategy computes several shards or micro-batches at "
-    "once (with `reproducible`, where the model has batch norm over the global batch): it cannot be unpacked in the "
-    "loop. Move the loss into a function,\n"
-    "    def loss_fn(model, batch): images, labels = batch; return F.cross_entropy(model(images), labels)\n"
-    "and call\n"
-    "    loss = run.forward_backward(loss_fn, model, batch)\n"
-    "in place of the forward and run.backward; or choose a strategy with one replica a process, such as ddp, without "
-    "`reproducible`."
-)
-
-
-class Bundle:
-    """A yield of several collated batches, where this process computes several shards or micro-batches at once.
-
-    A script cannot look into it. It hands the bundle to `run.forward_backward`.
-    """
-
-    def __init__(self, pieces: list[Piece]) -> None:
-        self.pieces = pieces
-
-    def _refuse(self, *_: Any) -> Any:
-        raise UsageError(_CANNOT_BE_UNPACKED)
-
-    __iter__ = __getitem__ = __len__ = _refuse
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._refuse()
-
-    @classmethod
-    def __torch_function__(cls, *_: Any) -> Any:
-        raise UsageError(_CANNOT_BE_UNPACKED)
-
-
-_device_of = attrgetter("device")
-
 
 class LoopExit(NamedTuple):
-    """Where a loop over a loader was left before its end."""
+    """The place where a loop over a loader was left early."""
 
-    request: Request  # the yield that was being computed
+    request: Request  # the current yield
     code: CodeType  # the function with the loop
-    line: int  # the line that was being run
+    line: int  # the current line
 
 
 class Loader:
-    """This process's view of a data set. Made by `run.loader`, which documents its arguments.
+    """This process's view of a data set. Created by `run.loader`, which documents its arguments.
 
-    `len(loader)` is the number of yields of an epoch on this process.
+    `len(loader)` is the number of yields per epoch on this process.
     """
 
     def __init__(
@@ -96,31 +56,31 @@ class Loader:
         noise: Noise | None = None,
         later: Mapping[int, Source] | None = None,
     ) -> None:
-        """later: the sources from certain epochs on, where the global batch changes."""
+        """later: {first epoch: source} for later epochs, if the global batch changes between epochs."""
         self.name, self.train, self._device, self.noise = source.name, source.train, device, noise
         self._source, self._on_yield, self._on_end = source, on_yield, on_end
-        self._on_body_end = on_body_end  # called when a training loop comes back for the next yield; may raise
-        self._sources = {0: source, **(later or {})}  # by the epoch from which on each is read
+        self._on_body_end = on_body_end  # called when a training loop asks for the next yield; may raise
+        self._sources = {0: source, **(later or {})}  # first epoch -> source
         self.streams = source.streams
-        source.probing = self.train and collectives.size_of() > 1 and source.plan().in_step
-        self.epoch = 0  # the current epoch; between epochs the next one
+        source.probing = self.train and world_group().size > 1 and source.plan().in_step
+        self.epoch = 0  # the current epoch; between epochs, the next one
         self.current: Request | None = None  # the current yield; None outside a pass
-        self.loop_exit: LoopExit | None = None  # of the last pass that was left before its end
+        self.loop_exit: LoopExit | None = None  # exit of the last loop that was left early
         self.ended = 0  # epochs that have ended since the process started
-        self._start = 0  # the step at which the next pass begins
-        self._plan = source.plan()  # the plan by which the current pass is fetched
-        self._iteration = 0  # how many iterators were made
-        self._pass: Callable[[], Generator[Any, None, None] | None] = lambda: None  # the latest of them, weakly
-        self._used = False  # whether an optimizer has acted on a global batch of the current pass
-        self.presented: Any = None  # what the script got at the current yield of a training pass
-        self.stepped = False  # whether the optimizer has acted on the current global batch
-        self.waited = 0.0  # seconds that this process has waited for data, in total
-        self.key = 0  # of the current global batch's Python and NumPy streams, the same for all its shards
-        self.fetched_at = 0.0  # when the current yield's data were there, by time.perf_counter
+        self._start = 0  # the first step of the next pass
+        self._plan = source.plan()  # the plan of the current pass
+        self._iteration = 0  # number of iterators made
+        self._pass: Callable[[], Generator[Any, None, None] | None] = lambda: None  # weakref to the latest iterator
+        self._used = False  # has an optimizer used a global batch of the current pass?
+        self.presented: Any = None  # the batch that the current yield of a training pass gave to the script
+        self.stepped = False  # has the optimizer used the current global batch?
+        self.waited = 0.0  # total seconds that this process has waited for data
+        self.key = 0  # key of the current global batch's Python and NumPy streams, the same for all its shards
+        self.fetched_at = 0.0  # time.perf_counter() when the current yield's data arrived
 
     @property
     def probing(self) -> bool:
-        """Whether the processes have yet to compare their data."""
+        """Whether the processes still have to compare their data."""
         return self._source.probing
 
     @probing.setter
@@ -129,7 +89,7 @@ class Loader:
 
     @property
     def dataset(self) -> Any:
-        """The whole data set, as `run.loader` was given it."""
+        """The whole data set, as passed to `run.loader`."""
         return self._source.dataset
 
     if not TYPE_CHECKING:
@@ -139,28 +99,29 @@ class Loader:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps in an epoch. TypeError where the length of the data is not known."""
+        """Optimizer steps per epoch. Raises TypeError if the length of the data is not known."""
         return self._source.steps()
 
     @property
     def global_batch(self) -> int | None:
-        """Examples of one optimizer step over all processes. None where a batch sampler makes the batches."""
+        """Examples per optimizer step, over all processes. None if a batch sampler makes the batches."""
         return self._source.global_batch or self._source.sampled_batch or None
 
     def same_sizes(self, other: Loader) -> bool:
-        """Whether all global batches of both loaders have one size, or each epoch's have the same sizes in the same
-        order. True too where the sizes are not known beforehand."""
+        """Whether the global batches of both loaders have the same size throughout, or the same sizes in each epoch.
+        Also True if the sizes are not known in advance."""
         try:
-            mine, its = ([s.batch_sizes() for s in loader._sources.values()] for loader in (self, other))
+            mine, others = ([s.batch_sizes() for s in loader._sources.values()] for loader in (self, other))
         except TypeError:
             return True
-        sizes = {size for epoch in mine + its for size, number in epoch.items() if number}
-        return len(sizes) <= 1 or mine == its
+        sizes = {size for epoch in mine + others for size, number in epoch.items() if number}
+        return len(sizes) <= 1 or mine == others
 
     @property
-    def cut_alone(self) -> tuple[int, int] | None:
-        """(global batch, micro_batch) if a process alone would cut the global batch of any epoch into micro-batches;
-        else None. Whether several processes cut it depends on their number: what is refused must not."""
+    def split_alone(self) -> tuple[int, int] | None:
+        """(global batch, micro_batch) if a run with one process would split the global batch of any epoch into
+        micro-batches; else None. Checks that refuse micro-batches use this, because a refusal must not depend on the
+        number of processes."""
         micro_batch = self._source.micro_batch
         if micro_batch is None:
             return None
@@ -170,17 +131,17 @@ class Loader:
 
     @property
     def step(self) -> int:
-        """The current optimizer step in the epoch, from 0; between epochs, the step at which the next epoch starts."""
+        """The current optimizer step in the epoch, from 0; between epochs, the first step of the next one."""
         return self.current.step if self.current is not None else self._start
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The data set indices of the examples in the current yield on this process."""
+        """The data set indices of this process's examples in the current yield."""
         return self.current.indices if self.current is not None else ()
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """The positions of these examples in the global batch, from 0: which part of it this yield is."""
+        """The positions of this process's examples in the global batch, from 0."""
         parts = self.current.parts if self.current is not None else ()
         return tuple(place for part in parts for place in range(part.start, part.start + len(part.indices)))
 
@@ -198,15 +159,15 @@ class Loader:
         return made
 
     def close(self) -> None:
-        """End a pass that the script has left open, as `batch = next(iter(loader))` does. Else it would be ended when
-        the interpreter exits, when modules that it needs are gone."""
+        """End a pass that the script has left open, as in `batch = next(iter(loader))`. Otherwise the interpreter would
+        end it at exit, after the modules that it needs are gone."""
         latest = self._pass()
         if latest is not None and inspect.getgeneratorstate(latest) != inspect.GEN_RUNNING:
             latest.close()
 
     def _training(self) -> Generator[Any, None, None]:
-        """One pass for training. The epoch counts when it was read to its end, or when a step was made on it: to look
-        at a first batch costs no epoch."""
+        """One training pass. It counts as an epoch if it was read to its end or if an optimizer step was made. Reading
+        only a first batch does not use up an epoch."""
         self._iteration += 1
         mine, epoch, start, whole = self._iteration, self.epoch, self._start, False
         self._used = False
@@ -214,15 +175,11 @@ class Loader:
             request = None
             for request, batches in self._fetch(epoch, start):
                 self._begin_yield(request)
-                batch = batches[0]
-                flat = type(batch) is list and {*map(type, batch)} == {Tensor} and not self._plan.bundled
-                there = flat and {*map(_device_of, batch)} == {self._device}  # as what default_collate makes for a CPU
-                self.presented = batch if there else self._on_device(request, batches)
+                self.presented = self._plan.present(request, batches, self._device)
                 if self.noise is None:
                     yield self.presented
                 else:
-                    part = None if self._plan.bundled else request.parts[0]
-                    self.noise.begin_yield(self.streams, request, part)
+                    self.noise.begin_yield(self.streams, request, self._plan.part(request))
                     yield self.presented
                     self.noise.end_yield()
                 for hook in self._on_body_end:
@@ -246,20 +203,20 @@ class Loader:
             self._on_end(self, True)
 
     def _note_exit(self, request: Request | None) -> None:
-        """The loop is left by `break` or an exception. excepthook.py asks where, when the loop is gone."""
+        """Record the line where `break` or an exception left the loop, for excepthook.py."""
         frame: Any = sys._getframe(2)
         self.loop_exit = None if request is None else LoopExit(request, frame.f_code, frame.f_lineno)
 
     def _evaluating(self) -> Generator[Any, None, None]:
-        """One pass for evaluation. It is always epoch 0, and puts the generators back at its end, so that training goes
-        on undisturbed."""
+        """One evaluation pass. It is always epoch 0. At its end the generators are restored, so that training continues
+        undisturbed."""
         before = generators.get_state(self._device)
         request, whole = None, False
         try:
             with nullcontext() if self.noise is None else self.noise.suspended():
                 for request, batches in self._fetch(0, 0):
                     self._begin_yield(request)
-                    yield self._on_device(request, batches)
+                    yield self._plan.present(request, batches, self._device)
             whole = True
         finally:
             ZERO_ROWS.end_yield(self)
@@ -270,7 +227,7 @@ class Loader:
         self._on_end(self, True)
 
     def _fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
-        """The source's batches; the time spent waiting for them is measured."""
+        """The source's batches. Measures the time spent waiting for them."""
         self._plan = self._source.plan()
         try:
             began = time.perf_counter()
@@ -283,7 +240,7 @@ class Loader:
             self.waited += self.fetched_at - began
         except Exception as error:
             if any(frame.f_code is reduction.dump.__code__ for frame, _ in traceback.walk_tb(error.__traceback__)):
-                raise UsageError(_cannot_be_sent(self.name, error)) from error  # while a worker was started
+                raise UsageError(_cannot_be_sent(self.name, error)) from error  # raised while a worker was started
             raise
 
     def _begin_yield(self, request: Request) -> None:
@@ -297,16 +254,9 @@ class Loader:
         )
         self._on_yield(self)
 
-    def _on_device(self, request: Request, batches: list[Any]) -> Any:
-        """What the script gets: a batch on the device, or a Bundle, whose batches the strategy moves."""
-        if not self._plan.bundled:
-            return move(batches[0], self._device)
-        parts = zip(request.parts, batches, strict=True)
-        return Bundle([Piece(part.shard, part.micro, len(part.indices), batch) for part, batch in parts])
-
     def mark_stepped(self, request: Request) -> None:
-        """The optimizer has acted on the global batch of `request`, so a checkpoint goes on with the next one. This is
-        the current global batch, unless the script has fetched ahead."""
+        """Record that the optimizer has used the global batch of `request`: a checkpoint continues with the next global
+        batch. `request` is of the current global batch, unless the script has prefetched."""
         current = self.current
         if current is request:
             self._used = self.stepped = True
@@ -322,7 +272,7 @@ class Loader:
         return {"epoch": self.epoch, "step": step, "order": order, **self._source.identity()}
 
     def _begin_at(self, epoch: int, step: int) -> None:
-        """The next pass is of this epoch, from this step on."""
+        """Let the next pass start at this epoch and step."""
         self.epoch, self._start = epoch, step
         source = self._sources[max(first for first in self._sources if first <= epoch)]
         source.probing, self._source = self._source.probing, source
@@ -330,46 +280,49 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._begin_at(int(state["epoch"]), int(state["step"]))
         if state["step"]:
-            self._begin_in_order(int(state.get("order", 1)))  # checkpoints of version 1 do not name it
-        own = self._source.identity()
-        for key, value in own.items():
+            self._begin_in_order(int(state.get("order", 1)))  # checkpoints of version 1 do not have this key
+        identity = self._source.identity()
+        for key, value in identity.items():
             if state["step"] and (key in state or key not in ADDED_LATER) and state.get(key) != value:
                 raise UsageError(
                     f"loader {self.name!r}: the checkpoint was written in mid-epoch with {key}={state.get(key)}, but "
-                    f"this script has {key}={value}, so that the rest of the epoch is not defined. Use what the "
-                    "checkpoint had, or resume from a checkpoint at the end of an epoch."
+                    f"this script has {key}={value}, so the rest of the epoch is undefined. Use the checkpoint's "
+                    "value, or resume from a checkpoint at the end of an epoch."
                 )
 
     def _begin_in_order(self, version: int) -> None:
-        """The rest of the epoch is read in the order in which it was begun."""
+        """Read the rest of the epoch in its original order."""
         if version not in (1, VERSION):
             raise UsageError(
-                f"loader {self.name!r}: the checkpoint was written in mid-epoch by a newer Paceline, with order "
-                f"{version} of the examples, and this one knows 1 and {VERSION}. Install it, or resume from a "
-                "checkpoint at the end of an epoch."
+                f"loader {self.name!r}: the checkpoint was written in mid-epoch by a newer Paceline, which orders the "
+                f"examples in a different way (order {version}). This Paceline knows orders 1 and {VERSION}. Install "
+                "the newer Paceline, or resume from a checkpoint at the end of an epoch."
             )
         self._source.first_order_epoch = self.epoch if version == 1 else None
 
 
 def current_examples(latest: Loader | None, training: Iterable[Loader]) -> int:
-    """How many examples on this process a number that the script computes now is a mean over: those of the latest
-    loader's current yield; after an evaluation in a training loop, of the training loader's. 1 before the first yield.
-    Raises UsageError where no loader is being iterated."""
+    """Number of examples on this process that a mean computed now averages over.
+
+    These are the examples of the latest loader's current yield. After an evaluation inside a training loop, they are
+    the examples of the training loader's current yield. Returns 1 before the first yield. Raises UsageError if no
+    loader is being iterated.
+    """
     for loader in (latest, *training):
         if loader is not None and loader.current is not None:
             return loader.examples
     if latest is None:
         return 1
     raise UsageError(
-        "run.mean of a number is its mean over the examples of the current batch, and no loader is being iterated. "
-        "Give the sum and the count: run.ratio(total, examples); or a tensor with a row for each example."
+        "run.mean of a number averages over the examples of the current batch, but no loader is being iterated. Pass "
+        "the sum and the count: run.ratio(total, examples); or pass a tensor with one row per example."
     )
 
 
 def _cannot_be_sent(loader: str, error: BaseException) -> str:
     return (
-        f"loader {loader!r}: num_workers starts processes that are not forked from this one (the spawn or forkserver "
-        f"method), and its data set, collate_fn or worker_init_fn cannot be sent to them: {error}. A lambda, or a "
-        "function or class that is defined within another, is the usual reason: define it at the top of a module, or "
-        "write num_workers=0, or multiprocessing_context='fork'."
+        f"loader {loader!r}: num_workers starts processes that are not forked from this one (spawn or forkserver), and "
+        f"the data set, collate_fn or worker_init_fn cannot be sent to them: {error}. The usual reason is a lambda, or "
+        "a function or class defined inside another. Define it at the top level of a module, or use num_workers=0 or "
+        "multiprocessing_context='fork'."
     )

@@ -1,12 +1,12 @@
-"""noise="example": what a model draws (dropout, a VAE's noise, a diffusion model's time steps) belongs to the examples.
+"""noise="example": a model's random draws (dropout, a VAE's noise, diffusion time steps) belong to the examples.
 
-As in collate (draws.py): where the first dimension is the number of examples, each row is drawn from the stream of its
-example. So the numbers do not depend on how many processes there are, or on micro_batch.
+As in a collate function (draws.py), each row is drawn from the stream of its example if the first dimension is the
+number of examples. So the numbers do not depend on the number of processes or on micro_batch.
 
-A mode of torch's functions (about a microsecond for each call in Python) sees those that may draw, and puts the mode of
-draws.py around these alone. Draws are numbered in the order of the forward. A segment that is recomputed in the
-backward (torch.utils.checkpoint) must find its numbers again: each draw consumes one number of the generator that such
-a segment restores, and that number, its token, identifies the draw.
+A TorchFunctionMode (about a microsecond of Python per call) intercepts torch's functions, and enters the mode of
+draws.py around the functions that may draw. Draws are numbered in the order of the forward pass. A segment that is
+recomputed in the backward pass (torch.utils.checkpoint) must draw the same numbers again. So each draw takes one
+number, its token, from the generator that torch.utils.checkpoint restores. The token identifies the draw.
 """
 
 from __future__ import annotations
@@ -48,37 +48,38 @@ _DRAWING = frozenset(
 """Names of torch's functions that may draw."""
 
 _LAYOUTS = {"multi_head_attention_forward": "folded"} | dict.fromkeys(["lstm", "gru", "rnn_tanh", "rnn_relu"], "second")
-"""The layout of draws in functions where the first dimension is not the examples (ExampleDraws)."""
+"""The layout (see ExampleDraws) of draws in functions that do not have the examples in the first dimension."""
 
-_CALL = 1 << 32  # numbers of draws reserved for each closure of a micro-batch
+_CALL = 1 << 32  # draw numbers reserved for each closure of a micro-batch
 
 
 class MicroBatchDraws:
     """The draws of one micro-batch.
 
-    keys: of its examples. step_key: of its global batch. is_whole: whether it is the whole global batch.
+    keys: the keys of its examples. step_key: the key of its global batch. is_whole: whether the micro-batch is the
+    whole global batch.
     """
 
     def __init__(self, keys: RowKeys, step_key: int, is_whole: bool) -> None:
         self.keys, self.step_key, self.is_whole = keys, step_key, is_whole
-        self.next = 0  # the number of the next draw
+        self.next = 0  # number of the next draw
 
 
 class Noise:
-    """Keys the draws of a run's models. Made on the thread of the script. Another thread enters the mode with its first
-    closure."""
+    """Keys the random draws of a run's models by example. Create it on the script's thread. Other threads enter the
+    mode at their first closure."""
 
     def __init__(self) -> None:
-        self.unkeyed = 0  # draws that could not be keyed by the example
+        self.unkeyed = 0  # number of draws that could not be keyed by example
         self._thread = _ThreadState()
         self._process = os.getpid()
-        # (the micro-batch, the number of the draw in it), by the draw's token: of this yield, and of the one before.
+        # The draw's token -> (micro-batch, number of the draw in it), for this yield and for the previous yield.
         self._drawn: dict[Any, tuple[MicroBatchDraws, int]] = {}
         self._drawn_before: dict[Any, tuple[MicroBatchDraws, int]] = {}
         self._micro_batches: dict[tuple[Any, ...], MicroBatchDraws] = {}  # of this yield, by (loader, shard, micro)
         self._latest: MicroBatchDraws | None = None
         self._warned: set[str] = set()
-        self._modes: list[NoiseMode] = []  # of the script's thread
+        self._modes: list[NoiseMode] = []  # the modes that the main thread entered
         self._enter_mode()
 
     def _enter_mode(self) -> None:
@@ -90,23 +91,23 @@ class Noise:
                 self._modes.append(mode)
 
     def close(self) -> None:
-        """Exit the mode, where it is the innermost one. Elsewhere it stays and does nothing."""
+        """Exit the mode if it is the innermost one. Otherwise it stays on the stack and does nothing."""
         self._thread.micro_batch = None
         for mode in self._modes:
             if current_function_mode() is mode:
                 mode.__exit__(None, None, None)
         self._modes.clear()
 
-    # --- which micro-batch is computed
+    # --- the current micro-batch
 
     def begin_yield(self, streams: Streams, request: Request, part: Part | None) -> None:
-        """The script computes a yield from here on. part: its micro-batch; None where the yield has several."""
+        """Start a yield of the loader. part: the yield's micro-batch; None if the yield has several."""
         self._drawn_before, self._drawn = self._drawn, {}
         self._micro_batches.clear()
         self._thread.micro_batch = None if part is None else self._draws_of(streams, request, part, 0)
 
     def end_yield(self) -> None:
-        """From here on to the next yield, draws come from torch's generators."""
+        """Draw from torch's generators until the next yield."""
         self._thread.micro_batch = None
 
     @contextmanager
@@ -118,11 +119,11 @@ class Noise:
             self._thread.micro_batch = before
 
     def suspended(self) -> AbstractContextManager[None]:
-        """A context in which draws come from torch's generators, as in an evaluation or an update."""
+        """Draw from torch's generators within the context, as in an evaluation or an update."""
         return self._computing(None)
 
     def for_closure(self, streams: Streams, request: Request, part: Part, call: int) -> AbstractContextManager[None]:
-        """A context for a closure that computes a micro-batch. call: the number of its backward call."""
+        """A context for a closure that computes a micro-batch. call: number of the closure's backward call."""
         self._enter_mode()
         return self._computing(self._draws_of(streams, request, part, call))
 
@@ -143,17 +144,23 @@ class Noise:
         """Call a function that may draw."""
         micro_batch = self._thread.micro_batch
         if micro_batch is None and (_override.past or not self._thread.has_mode):
-            micro_batch = self._latest  # in a backward, where a draw that is made again is found by its token
-        # A worker of a data loader was forked with this mode.
+            micro_batch = self._latest  # in a backward: a repeated draw is found by its token
+        # The mode is also active in a loader's forked workers: they draw from torch's generators.
         if micro_batch is None or os.getpid() != self._process:
             return func(*args, **kwargs)
         fused = name == "scaled_dot_product_attention" and (kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
-        drawing = _Drawing(self, micro_batch, _LAYOUTS.get(name, "rows"))
-        with drawing, sdpa_kernel(SDPBackend.MATH) if fused else nullcontext():
+        with (
+            self.drawing(micro_batch, _LAYOUTS.get(name, "rows")),
+            sdpa_kernel(SDPBackend.MATH) if fused else nullcontext(),
+        ):
             return func(*args, **kwargs)
 
+    def drawing(self, micro_batch: MicroBatchDraws, layout: str) -> AbstractContextManager[Any]:
+        """The mode for the draws of one function call."""
+        return _Drawing(self, micro_batch, layout)
+
     def numbered(self, device: torch.device, micro_batch: MicroBatchDraws) -> tuple[MicroBatchDraws, int]:
-        """(the micro-batch, the number in it) of the draw that is made now, which may repeat an earlier one."""
+        """(micro-batch, number in it) of the current draw, which may repeat an earlier one."""
         token = self._token(device)
         found = self._drawn.get(token) or self._drawn_before.get(token)
         if found is None:
@@ -171,7 +178,7 @@ class Noise:
         return int(self._thread.slot.random_(generator=torch.default_generator))
 
     def warn(self, kind: str, what: str) -> None:
-        """Warn once of each kind of draw. All kinds but "one" cannot be keyed by the example."""
+        """Warn once per kind of draw. Only draws of the kind "one" are keyed by example."""
         self.unkeyed += kind != "one"
         if kind not in self._warned:
             self._warned.add(kind)
@@ -179,15 +186,15 @@ class Noise:
 
 
 class _ThreadState(threading.local):
-    has_mode = False  # whether this thread has entered a NoiseMode
-    micro_batch: MicroBatchDraws | None = None  # which this thread computes
+    has_mode = False  # has this thread entered a NoiseMode?
+    micro_batch: MicroBatchDraws | None = None  # the micro-batch that this thread computes
 
     def __init__(self) -> None:
-        self.slot = torch.empty((), dtype=torch.int64)  # where a token is drawn
+        self.slot = torch.empty((), dtype=torch.int64)  # tokens are drawn into it
 
 
 class NoiseMode(TorchFunctionMode):
-    """Sees the functions that may draw."""
+    """Intercepts the functions that may draw."""
 
     def __init__(self, noise: Noise) -> None:
         super().__init__()
@@ -197,7 +204,7 @@ class NoiseMode(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _DRAWING:
             return self._noise.call(func, name, args, kwargs or {})
-        if func in _ENGINE or func is torch.autograd.backward:  # which guards.py replaces while a run is open
+        if func in _ENGINE or func is torch.autograd.backward:  # guards.py replaces backward while a run is open
             with self, _past_overrides():
                 return _ENGINE.get(func, _BACKWARD)(*args, **(kwargs or {}))
         return func(*args, **kwargs) if kwargs else func(*args)
@@ -213,12 +220,14 @@ _ENGINE: dict[Any, Callable[..., Any]] = {
     torch.autograd.grad: torch.autograd.grad,
     Tensor.backward: _tensor_backward,
 }
-"""Functions that start autograd's engine. A mode that is active when the engine starts is active in what the engine
-calls, such as recomputed segments. But these functions are overridable: a mode that sees one is off inside it."""
+"""Functions that start autograd's engine, and the functions to call instead.
+
+A mode that is active when the engine starts is also active in the engine's calls, such as recomputed segments. But
+torch turns a mode off inside a function that the mode intercepts. So NoiseMode enters itself again around these."""
 
 
 class _Override(threading.local):
-    past = False  # whether this thread is in _past_overrides
+    past = False  # is this thread in _past_overrides?
 
 
 _override = _Override()
@@ -226,7 +235,7 @@ _override = _Override()
 
 @contextmanager
 def _past_overrides() -> Iterator[None]:
-    """A context in which autograd's functions do not ask active modes whether they override them."""
+    """Keep autograd's functions from checking whether active modes override them, within the context."""
     asking = torch.autograd.has_torch_function  # type: ignore[attr-defined]
     if not getattr(asking, "past_noise", False):
 
@@ -243,7 +252,7 @@ def _past_overrides() -> Iterator[None]:
 
 
 class _Drawing(ExampleDraws):
-    """The draws of one function."""
+    """The draws of one function call."""
 
     def __init__(self, noise: Noise, micro_batch: MicroBatchDraws, layout: str) -> None:
         super().__init__(micro_batch.keys, self._draw_other, layout=layout)
@@ -256,13 +265,13 @@ class _Drawing(ExampleDraws):
 
     def is_batch_level(self, call: DrawCall, number: int) -> bool:
         if any(isinstance(value, torch.nn.Parameter) for value in call.args):
-            return True  # noise of the weights
+            return True  # noise for the weights
         if len(self.keys) == 1 and call.shape == (1,) and not self._micro_batch.is_whole:
             self._noise.warn(
                 "one",
-                "a shard of one example has drawn one number, and whether it is that example's own or a choice for the "
-                "whole batch cannot be told; it is taken for the example's own. Draw choices for the whole batch "
-                "without a dimension, torch.rand(()), or see that no shard has one example.",
+                "a shard of one example drew one random number, which may be for that example or for the whole batch. "
+                "Paceline keys it by the example. Draw choices for the whole batch without a dimension, "
+                "torch.rand(()), or avoid shards with one example.",
             )
         return False
 
@@ -273,32 +282,33 @@ class _Drawing(ExampleDraws):
             self._noise.warn(
                 "shape",
                 f"torch drew numbers of the shape {call.shape} (aten::{call.name}) while {len(self.keys)} examples "
-                "were computed. Its first dimension is not the examples, so that these numbers are drawn by shard, and "
-                'the model depends on how many there are. Let the examples come first, or keep noise="shard".',
+                "were computed. The first dimension is not the examples, so these numbers are drawn by shard, and the "
+                'model depends on the number of shards. Put the examples first, or keep noise="shard".',
             )
         return call.plain()
 
 
 def make_noise(settings: Settings, plan: BatchPlan) -> Noise | None:
-    """None without noise="example". Raises SettingError under a strategy that cuts the model within a closure."""
+    """The run's Noise if noise="example"; else None. Raises SettingError if the strategy computes the model in
+    stages."""
     if settings.noise != "example":
         return None
     if plan.whole_shards:
         raise SettingError(
             f"noise='example' does not work under the strategy {settings.strategy}: its stages compute parts of the "
-            "model apart from the closure, and number their draws each for itself. Leave noise out, or take another "
-            "strategy."
+            "model outside the closure, and each stage numbers its draws separately. Remove noise='example', or use "
+            "another strategy."
         )
     return Noise()
 
 
 def check_modules(models: Iterable[torch.nn.Module]) -> None:
-    """Raises UsageError for modules that torch.compile has compiled: they draw in kernels of their own."""
+    """Raises UsageError for modules compiled by torch.compile, because they draw in fused kernels."""
     for model in models:
         for name, module in model.named_modules():
             if compiled_call(module) is not None or type(module).__name__ == "OptimizedModule":
                 raise UsageError(
                     f"noise='example': {name or 'the model'} ({type(module).__name__}) is compiled by torch.compile, "
-                    "and draws in kernels of its own, which no example's stream reaches. Leave torch.compile out, or "
-                    "noise='example'."
+                    "and its kernels draw random numbers that Paceline cannot key by example. Remove torch.compile, "
+                    "or noise='example'."
                 )

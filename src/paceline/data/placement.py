@@ -1,4 +1,4 @@
-"""Moving batches to a device, and into pinned memory before, whatever they are made of."""
+"""Copies batches of any structure into pinned memory, and moves them to a device."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor on `device`: through tuples, named tuples, lists, mappings, dataclasses, and
-    objects that have `.to(device)` themselves. Tensors that are on the device already are not copied; other values pass
-    unchanged. Copies from pinned memory to a device do not wait; copies to the host do, since the host reads them."""
+    """The batch with every tensor on `device`. Searches tuples, named tuples, lists, mappings and dataclasses, and
+    calls `.to(device)` of objects that have it. Other values stay unchanged. Tensors that are already on the device are
+    not copied. Copies from pinned memory to a device are asynchronous; copies to the host wait for the data."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=device.type != "cpu")
     if isinstance(batch, (str, bytes, int, float)) or batch is None:
         return batch
-    if callable(getattr(type(batch), "to", None)):  # of the type: entries of a batch may be its attributes
+    if callable(getattr(type(batch), "to", None)):  # look at the type: entries of a batch may be its attributes
         waits = device.type == "cpu" or not _takes_non_blocking(type(batch).to)
         return batch.to(device) if waits else batch.to(device, non_blocking=True)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -39,18 +39,18 @@ def move(batch: Any, device: torch.device) -> Any:
 
 @lru_cache(maxsize=64)
 def _takes_non_blocking(to: Callable[..., Any]) -> bool:
-    """Whether a class's method `to` has the argument `non_blocking`, or passes on what it is given."""
+    """Whether a class's method `to` has the argument `non_blocking`, or accepts any keyword."""
     try:
         parameters = inspect.signature(to).parameters
-    except (TypeError, ValueError):  # of a built-in function
+    except (TypeError, ValueError):  # a built-in function
         return False
     return "non_blocking" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def pinned(batch: Any) -> Any:
-    """The batch with every tensor of the CPU in pinned memory: through what torch's DataLoader looks into (tuples,
-    named tuples, lists, mappings, objects that have `.pin_memory()` themselves). Tensors that are on a device already
-    pass unchanged, where torch's raises."""
+    """The batch with every CPU tensor in pinned memory. Searches the same structures as torch's DataLoader: tuples,
+    named tuples, lists, mappings, objects that have `.pin_memory()`. Tensors that are already on a device stay
+    unchanged. (torch's DataLoader raises for such tensors.)"""
     if isinstance(batch, Tensor):
         return batch.pin_memory() if batch.device.type == "cpu" else batch
     if isinstance(batch, (str, bytes, int, float)) or batch is None:
@@ -68,7 +68,7 @@ def pinned(batch: Any) -> Any:
         return type(batch)(map(pinned, batch))
     if isinstance(batch, Mapping):
         items = {key: pinned(value) for key, value in batch.items()}
-        try:  # a copy first: it keeps what a mapping has beside its items
+        try:  # try a copy first: it keeps attributes that a mapping has besides its items
             return items if type(batch) is dict else _refilled(batch, items)
         except (TypeError, AttributeError):
             return rebuild(batch, items)
@@ -76,8 +76,8 @@ def pinned(batch: Any) -> Any:
 
 
 def rebuild(original: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """A mapping of the original's class with these items: constructed from them, or else an updated copy (a
-    defaultdict); a dict where neither works."""
+    """A mapping of the original's class with these items. If the class cannot be constructed from the items (a
+    defaultdict), the original is copied and updated. If that fails too, the result is a dict."""
     if type(original) is dict:
         return items
     kind: Callable[[dict[Any, Any]], Mapping[Any, Any]] = type(original)

@@ -1,9 +1,9 @@
-"""Keys of random streams: each stream is keyed by the address at which it is used, never by what ran before it.
+"""Keys of random streams. Each stream is keyed by the address of its use, never by what ran before it.
 
 A key is a 64-bit mix (splitmix64, Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators") of the
 seed and an address: (purpose, loader, epoch, step, shard, micro-batch) or (purpose, loader, epoch, example). Generators
 are seeded for every example, so seeding must be cheap: torch's default generator is seeded directly (1 us), not through
-`torch.manual_seed` (119 us), which also walks over every device.
+`torch.manual_seed` (119 us), which also visits every device.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ _START = 0x9E3779B97F4A7C15
 
 
 def mix(*words: int, start: int = _START) -> int:
-    """A 64-bit key made of whole numbers. The order of the words matters. start: mix(*a, start=mix(*b)) is
-    mix(*b, *a)."""
+    """A 64-bit key from integers. The order of the words matters. start: mix(*a, start=mix(*b)) is mix(*b, *a)."""
     state = start
     for word in words:
         state = (state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -36,7 +35,7 @@ def mix(*words: int, start: int = _START) -> int:
 
 
 def mix_each(key: int | np.ndarray, words: np.ndarray) -> np.ndarray:
-    """(n,) uint64: `mix(*a, b)` for each b of `words`, (n,). key: `mix(*a)`; or (n,) such keys, one for each word."""
+    """`mix(*a, b)` for each b of `words`, as uint64. Both are (n,). key: `mix(*a)`, or (n,) such keys, one per word."""
     with np.errstate(over="ignore"):
         state = (np.asarray(key, np.uint64) ^ words.astype(np.uint64)) + np.uint64(0x9E3779B97F4A7C15)
         state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -45,12 +44,13 @@ def mix_each(key: int | np.ndarray, words: np.ndarray) -> np.ndarray:
 
 
 def tag(text: str) -> int:
-    """A number for the name of a loader or of a purpose, the same in every process and Python version."""
+    """A number for the name of a loader or purpose, the same in every process and Python version."""
     return zlib.crc32(text.encode())
 
 
 def permutation(length: int, seed: int, name: str, epoch: int) -> np.ndarray:
-    """The shuffled order of an epoch of the loader `name`: (length,) int64, each index once, the same in every world.
+    """The shuffled order of an epoch of the loader `name`, the same for any number of processes. Returns a permutation
+    of range(length) as (length,) int64.
 
     NumPy keeps the streams of its Philox generator and of `permutation` stable across versions.
     """
@@ -59,10 +59,11 @@ def permutation(length: int, seed: int, name: str, epoch: int) -> np.ndarray:
 
 
 def seed_torch(key: int, device: torch.device | None = None) -> None:
-    """Seed torch's CPU generator, and the generator of `device` where that is an accelerator.
+    """Seed torch's CPU generator, and the generator of `device` if it is an accelerator.
 
-    Seeding CUDA's generator also drops the state of cuDNN's dropout between recurrent layers, which cuDNN then makes
-    anew, at some cost. It has to: that state is seeded when it is made, and masks would go on from step to step.
+    Seeding CUDA's generator also drops the state of cuDNN's dropout between recurrent layers. cuDNN then recreates the
+    state, at some cost. This is necessary: the state is seeded only when it is created, so an old state would continue
+    the masks of earlier steps.
     """
     torch.default_generator.manual_seed(key)
     if device is not None and device.type == "cuda":
@@ -75,16 +76,16 @@ def seed_python(key: int) -> None:
     """Seed Python's `random` and NumPy's legacy generator.
 
     NumPy's seed is the upper half of the key. torch's CPU generator is a Mersenne Twister too and uses only the lower
-    half: with the same 32 bits the two would draw the same numbers.
+    half. With the same 32 bits, both would draw the same numbers.
     """
     random.seed(key)
     np.random.seed(key >> 32)
 
 
 def seed_yield(purpose: int, epoch: int, step: int, shard: int, micro: int, device: torch.device) -> int:
-    """Seed all global generators for a micro-batch that the model is about to compute: torch's by the shard, since
-    noise differs between shards; Python's and NumPy's alike for all shards, which make the same choices. Returns the
-    key of these two."""
+    """Seed all global generators for a micro-batch that the model is about to compute. torch's seed depends on the
+    shard, since noise differs between shards. Python's and NumPy's seeds are the same for all shards, so that they make
+    the same choices. Returns the key of Python's and NumPy's generators."""
     key = mix(purpose, epoch, step)
     seed_torch(mix(shard, micro, start=key), device)
     random.seed(key)
@@ -93,7 +94,7 @@ def seed_yield(purpose: int, epoch: int, step: int, shard: int, micro: int, devi
 
 
 def seed_some(key: int, names: Collection[str]) -> None:
-    """Seed those of the global generators, of GENERATORS, as `seed_all` does."""
+    """Seed the global generators with these names (see GENERATORS), as `seed_all` does."""
     if "torch" in names:
         torch.default_generator.manual_seed(key)
     if "python" in names:
@@ -108,53 +109,53 @@ def seed_all(key: int, device: torch.device | None = None) -> None:
     seed_python(key)
 
 
-# --- whether something has drawn
+# --- which generators have drawn?
 
 GENERATORS = "torch", "python", "numpy"
-"""The global ones on the host, from which data sets and collate functions draw."""
+"""The global generators on the host, which data sets and collate functions draw from."""
 
-_WORDS = 624  # of a Mersenne Twister, which is what Python's and NumPy's global generators are
-_NUMPY_BYTES = 4 * _WORDS + 4  # its words, and its position in them
+_WORDS = 624  # words of state in a Mersenne Twister, the algorithm of Python's and NumPy's global generators
+_NUMPY_BYTES = 4 * _WORDS + 4  # the words, and the position in them
 _TORCH_BYTES = torch.default_generator.get_state().numel()
-# Seeding leaves a Mersenne Twister's position at the end, and this first word, which the first draw replaces.
+# After seeding, a Mersenne Twister's position is at the end, and its first word has this value until the first draw.
 _SEEDED = _WORDS, 1 << 31
 
 
 class _PythonGenerator(ctypes.Structure):
-    """The beginning of CPython's RandomObject (Modules/_randommodule.c), behind the header that all objects have."""
+    """The beginning of CPython's RandomObject (Modules/_randommodule.c), after the object header."""
 
     _fields_ = (
-        ("position", ctypes.c_int),  # in the words: each draw moves it
-        ("first", ctypes.c_uint32),  # of the words
+        ("position", ctypes.c_int),  # position in the words; each draw changes it
+        ("first", ctypes.c_uint32),  # the first word
     )
 
 
 def _peeked() -> _PythonGenerator | None:
-    """The state of Python's global generator where it lies: `random.getstate` takes 8 us, since it makes a tuple of 625
-    numbers. None where it lies elsewhere: another interpreter, or another version of this one."""
-    own = getattr(random.random, "__self__", None)  # the function is a method of it
-    if sys.implementation.name != "cpython" or type(own) is not random.Random:
+    """The state of Python's global generator, read in place, because `random.getstate` takes 8 us (it builds a tuple of
+    625 numbers). None if this interpreter does not store the state as the CPython versions known here do."""
+    generator = getattr(random.random, "__self__", None)  # random.random is a bound method of the generator
+    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
         return None
-    before = own.getstate()
+    before = generator.getstate()
     try:
-        found = _PythonGenerator.from_address(id(own) + object.__basicsize__)
+        found = _PythonGenerator.from_address(id(generator) + object.__basicsize__)
         for draws in (0, 1, 2):
-            own.seed(draws)
+            generator.seed(draws)
             for _ in range(draws):
-                own.getrandbits(32)
-            words = own.getstate()[1]
+                generator.getrandbits(32)
+            words = generator.getstate()[1]
             if (found.position, found.first) != (words[-1], words[0]):
                 return None
         return found
     finally:
-        own.setstate(before)
+        generator.setstate(before)
 
 
 _python = _peeked()
 
 
 def _python_has_drawn() -> bool:
-    """Since it was seeded."""
+    """Has Python's global generator drawn since it was seeded?"""
     if _python is not None:
         return (_python.position, _python.first) != _SEEDED
     words = random.getstate()[1]
@@ -162,16 +163,15 @@ def _python_has_drawn() -> bool:
 
 
 def just_seeded() -> tuple[bytes, bytes]:
-    """The states of NumPy's and torch's global generators, which `seed_all` has seeded, for `drawn_from`."""
-    # np.random.get_state() takes 25 us to say what these bytes say.
+    """The states of NumPy's and torch's global generators just after `seed_all`, for `drawn_from`."""
+    # np.random.get_state() would take 25 us for the same bytes.
     address = np.random.get_bit_generator().ctypes.state_address  # type: ignore[attr-defined]  # missing in the stubs
     torch_state = torch.default_generator.get_state()
     return ctypes.string_at(address, _NUMPY_BYTES), ctypes.string_at(torch_state.data_ptr(), _TORCH_BYTES)
 
 
 def drawn_from(states: tuple[bytes, bytes]) -> frozenset[str]:
-    """The names, of GENERATORS, of the global generators from which something was drawn since all were seeded, when
-    they had these states."""
+    """The names (see GENERATORS) of the global generators that have drawn since `just_seeded` returned these states."""
     numpy, ours = just_seeded()
     moved = {"python": _python_has_drawn(), "numpy": numpy != states[0], "torch": ours != states[1]}
     return frozenset(name for name in GENERATORS if moved[name])

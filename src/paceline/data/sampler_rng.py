@@ -1,8 +1,8 @@
-"""The random numbers of a user's sampler: keyed by the epoch, and apart from those of the rest of the program.
+"""The random numbers of a user's sampler: keyed by the epoch, and independent of the rest of the program.
 
-A sampler draws from torch's, NumPy's and Python's global generators, and from generators that it holds itself
-(RandomSampler(generator=...)). All of them are keyed while it runs. Otherwise the order of an epoch would depend on how
-many epochs this process has seen, and a run that is resumed in mid-epoch would go on with another order.
+A sampler draws from the global generators of torch, NumPy and Python, and from generators stored in it
+(RandomSampler(generator=...)). All of them are keyed while it runs. Otherwise the order of an epoch would depend on the
+number of epochs that this process has read, and a run resumed in mid-epoch would continue in a different order.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from paceline.data.randomness import mix, seed_all
 
 
 class GeneratorHandle(NamedTuple):
-    """A generator of any library."""
+    """Functions that seed, read and restore a random generator of any library."""
 
-    seed: Callable[[int], Any]  # takes a 64-bit key
+    seed: Callable[[int], Any]  # seeds with a 64-bit key
     get: Callable[[], Any]  # returns the state
-    set: Callable[[Any], Any]  # takes a state
+    set: Callable[[Any], Any]  # restores a state
 
 
 def generators_of(sampler: Any) -> list[GeneratorHandle]:
-    """The generators among the attributes of a sampler, and of samplers that it holds (BatchSampler.sampler)."""
+    """The generators among the attributes of a sampler, and of the samplers inside it (BatchSampler.sampler)."""
     found: dict[int, GeneratorHandle] = {}
     seen: set[int] = set()
 
@@ -63,34 +63,35 @@ def _handle(value: Any) -> GeneratorHandle | None:
 
 
 def seed_generators(key: int, held: Sequence[GeneratorHandle]) -> None:
-    """Seed the global generators, and each of `held`."""
+    """Seed the global generators, and each generator in `held`."""
     seed_all(key)
     for number, handle in enumerate(held):
         handle.seed(mix(key, number))
 
 
 class SamplerRNG:
-    """A context in which the generators have states of their own, seeded by `key` when it is entered for the first
-    time. Each later time they go on from where the last one ended. Afterwards the program's states are put back.
+    """A context manager that gives the global generators and those in `held` separate states. The first entry seeds
+    them with `key`. Each later entry continues from the states at the last exit. On exit the program's states are
+    restored.
 
-    held: generators of the sampler's own, beside the global ones.
+    held: the generators stored in the sampler.
     """
 
     def __init__(self, key: int, held: list[GeneratorHandle]) -> None:
-        self._key: int | None = key  # None once it was used
+        self._key: int | None = key  # None once used
         self._held = held
-        self._own: tuple[Any, list[Any]] = ({}, [])  # states at the end of the last time
+        self._saved: tuple[Any, list[Any]] = ({}, [])  # states at the last exit
 
     def __enter__(self) -> None:
         self._outside = self._get()  # the program's states
         if self._key is None:
-            self._set(self._own)
+            self._set(self._saved)
             return
         seed_generators(self._key, self._held)
         self._key = None
 
     def __exit__(self, *_: object) -> None:
-        self._own = self._get()
+        self._saved = self._get()
         self._set(self._outside)
 
     def _get(self) -> tuple[Any, list[Any]]:
@@ -102,7 +103,7 @@ class SamplerRNG:
             handle.set(state)
 
     def around_each(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """The same items, each made inside this context."""
+        """The items of the iterator. Each `next` call runs inside this context."""
         while True:
             with self:
                 try:

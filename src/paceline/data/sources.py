@@ -1,9 +1,9 @@
-"""Where a loader's global batches come from: a data set and its order, carried out by torch's DataLoader.
+"""The source of a loader's global batches: a data set and its order, read through torch's DataLoader.
 
 1. `make_source` checks the arguments of `run.loader` against each other.
-2. For each pass the source says which examples each global batch of the epoch has.
+2. For each pass, the source determines the examples in each global batch of the epoch.
 3. The strategy's plan turns global batches into requests, one for each yield of this process (batch_plan.py).
-4. torch's DataLoader answers each request with collated batches (fetch.py), here or in its workers.
+4. torch's DataLoader answers each request with collated batches (fetch.py), in this process or in its workers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from paceline.data.agreement import check_same_data, probe_of_indices
 from paceline.data.batch_plan import BatchPlan, Fetched, GlobalBatches, Pass, Request
 from paceline.data.collating import SCOPES, Collator, Streams
 from paceline.data.fetch import MapFetcher, StreamFetcher, converted, is_stream
-from paceline.data.made_batches import RowDataset
 from paceline.data.randomness import mix, tag
 from paceline.data.sampler_rng import SamplerRNG, generators_of
+from paceline.data.user_batches import RowDataset
 from paceline.errors import SettingError, suggest
 
 STREAM_BUFFER = 1000
-"""Examples in the shuffle buffer of an iterable data set, unless `shuffle_buffer` says otherwise."""
+"""Default size of the shuffle buffer of an iterable data set."""
 
 DATALOADER_OPTIONS = frozenset(
     [
@@ -43,12 +43,12 @@ DATALOADER_OPTIONS = frozenset(
         "pin_memory_device",
     ]
 )
-"""Arguments of torch's DataLoader that `run.loader` passes on."""
+"""Arguments that `run.loader` passes to torch's DataLoader."""
 
 
 @dataclass(frozen=True)
 class LoaderArguments:
-    """The arguments of `run.loader`, which documents them."""
+    """The arguments of `run.loader`, documented there."""
 
     global_batch: int | None = None
     micro_batch: int | None = None
@@ -61,70 +61,71 @@ class LoaderArguments:
     shuffle_buffer: int | None = None
     collate: str = "example"
     limit_batches: int | float | None = None
-    options: dict[str, Any] = field(default_factory=dict)  # of torch's DataLoader
+    options: dict[str, Any] = field(default_factory=dict)  # for torch's DataLoader
 
 
-OWN_ARGUMENTS = frozenset(own.name for own in fields(LoaderArguments)) - {"options"}
-"""Arguments of `run.loader` that torch's DataLoader does not have, or that mean something else there."""
+PACELINE_ARGUMENTS = frozenset(argument.name for argument in fields(LoaderArguments)) - {"options"}
+"""Arguments of `run.loader` that torch's DataLoader lacks or defines differently."""
 
 
 class Source:
-    """What sources of map-style and of iterable data sets have in common.
+    """Base class of the sources of map-style and iterable data sets.
 
     plan: returns the strategy's plan, the same object until the plan changes.
     """
 
     def __init__(self, dataset: Any, given: LoaderArguments, seed: int, plan: Callable[[], BatchPlan]) -> None:
         self.dataset, self.name, self.train, self.seed, self.plan = dataset, given.name, given.train, seed, plan
-        self.global_batch = given.global_batch  # None where a batch sampler makes the batches
+        self.global_batch = given.global_batch  # None if a batch sampler makes the batches
         self.micro_batch, self.drop_last = given.micro_batch, given.drop_last
         self.limit_batches = given.limit_batches
         self.options = {key: value for key, value in given.options.items() if key != "collate_fn"}
         self.streams = Streams(seed, given.name)
         self.collator = Collator(given.options.get("collate_fn") or default_collate, self.streams, given.collate)
-        self.sampled_batch = 0  # size of the batch sampler's first batch, where a work queue hands out its chunks
-        self.probing = False  # whether the ranks have yet to compare their data
-        # An epoch that a checkpoint of an earlier release has begun, in that release's order (order.VERSION).
+        self.sampled_batch = 0  # size of the batch sampler's first batch, if a work queue assigns its chunks
+        self.probing = False  # do the ranks still have to compare their data?
+        # The epoch that continues in order version 1 (order.VERSION), since a checkpoint of that version began it.
         self.first_order_epoch: int | None = None
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
-        """This process's yields of an epoch, from step `start` on."""
+        """This process's yields of an epoch, from step `start`."""
         raise NotImplementedError
 
     def all_batch_sizes(self) -> Mapping[int, int]:
-        """The global batches of the data: examples -> how many have so many, in the order in which they come. TypeError
-        where that is not known beforehand."""
+        """The sizes of all global batches of the data, in order: size -> number of global batches of that size. Raises
+        TypeError if the sizes are not known in advance."""
         raise NotImplementedError
 
     def batch_sizes(self) -> Mapping[int, int]:
-        """Those of an epoch, in the same form."""
+        """The sizes of an epoch's global batches, up to the limit: size -> number of global batches of that size."""
         limit, found = self.limit(), dict[int, int]()
         for size, number in self.all_batch_sizes().items():
             found[size] = number if limit is None else min(number, limit - sum(found.values()))
         return found
 
     def limit(self) -> int | None:
-        """How many global batches of the data an epoch has at most; None: all. TypeError for a fraction of a number
-        that is not known beforehand."""
+        """The largest number of global batches per epoch; None: all. Raises TypeError if the limit is a fraction of a
+        number of global batches that is not known in advance."""
         limit = self.limit_batches
         return int(limit * sum(self.all_batch_sizes().values())) if isinstance(limit, float) else limit
 
     def identity(self) -> dict[str, Any]:
-        """What must not change for a position in mid-epoch to keep its meaning."""
+        """The values that must be the same for a run to resume in mid-epoch."""
         raise NotImplementedError
 
     def order_version(self, epoch: int) -> int:
-        """Of the order of this epoch's examples."""
+        """Version of the order of this epoch's examples."""
         return 1 if epoch == self.first_order_epoch else order.VERSION
 
     def check_same_data(self, request: Request) -> None:
-        """Do all ranks read the same data? Collective, at an optimizer step. Raises UsageError."""
+        """Check that all ranks read the same data. Collective: all ranks call it at the same optimizer step. Raises
+        UsageError."""
         self.probing = False
         made_of = {"kind": type(self).__name__, **self.identity(), "micro_batch": self.micro_batch}
         check_same_data(self.name, made_of, request.probe)
 
     def steps(self) -> int:
-        """Optimizer steps in an epoch. TypeError where they are not known beforehand."""
+        """Optimizer steps per epoch. Raises TypeError if the number is not known in advance."""
         return sum(self.batch_sizes().values())
 
     def why_empty(self) -> str:
@@ -133,27 +134,27 @@ class Source:
         begin = f"loader {self.name!r} has no batch:"
         if not count or self.global_batch is None:
             what = "its data set is empty" if count == 0 else "its data set, or its sampler, gives no example"
-            return f"{begin} {what}. Give it examples to train on, alike on every rank."
+            return f"{begin} {what}. Provide examples to train on, the same on every rank."
         if count >= self.global_batch:
             return f"{begin} its sampler gives no global batch of {self.global_batch} examples."
         return (
-            f"{begin} its data set has {count} examples, its global batch {self.global_batch}, and drop_last=True "
-            f"leaves out what does not fill one. Set global_batch to {count} or less, or drop_last=False."
+            f"{begin} its data set has {count} examples, but its global batch needs {self.global_batch}, and "
+            f"drop_last=True drops incomplete batches. Set global_batch to {count} or less, or drop_last=False."
         )
 
     def yields(self) -> int:
-        """Yields of an epoch on this process. TypeError where they are not known beforehand."""
+        """Yields per epoch on this process. Raises TypeError if the number is not known in advance."""
         return self.plan().count(self.batch_sizes(), self.micro_batch)
 
     def data_loader(self, dataset: Any, requests: Any) -> DataLoader[Fetched]:
-        """torch's DataLoader over a fetcher. requests: what it takes for a sampler."""
-        # A generator of its own, since torch's loaders draw from the default one each time they are iterated.
-        own: dict[str, Any] = {"batch_size": None, "collate_fn": converted, "generator": torch.Generator()}
-        return DataLoader(dataset, sampler=requests, **own, **self.options)
+        """torch's DataLoader over a fetcher. requests: passed as its sampler."""
+        # Pass a generator: otherwise each iteration of torch's DataLoader draws from the default generator.
+        fixed: dict[str, Any] = {"batch_size": None, "collate_fn": converted, "generator": torch.Generator()}
+        return DataLoader(dataset, sampler=requests, **fixed, **self.options)
 
 
 class MapSource(Source):
-    """A map-style data set, in its own order, shuffled, or in the order of the user's (batch) sampler."""
+    """A map-style data set, read in its own order, shuffled, or in the order of the user's (batch) sampler."""
 
     def __init__(self, dataset: Any, given: LoaderArguments, seed: int, plan: Callable[[], BatchPlan]) -> None:
         super().__init__(dataset, given, seed, plan)
@@ -179,7 +180,7 @@ class MapSource(Source):
         return plan.fetch(data, probe_of_indices, self._answer)
 
     def _answer(self, requests: Iterator[Request]) -> Iterator[Fetched]:
-        # A tool that wraps the iterators of torch's loaders sees this loader too.
+        # If a tool wraps the iterators of torch's DataLoader, use torch's DataLoader, so that the tool sees each batch.
         if self._loader.num_workers == 0 and not hasattr(DataLoader.__iter__, "__wrapped__"):
             return self._fetcher.answers(requests, self._loader.pin_memory and torch.accelerator.is_available())
         self._requests.current = requests
@@ -192,14 +193,14 @@ class MapSource(Source):
         size = self.global_batch
         assert size is not None
         if self.sampler is not None:
-            return self._cut(self._sampled(self.sampler, epoch), size)
+            return self._split(self._sampled(self.sampler, epoch), size)
         length = len(self.dataset)
-        places: Any = range(length)
+        positions: Any = range(length)
         if self.shuffle:
-            places = order.order_of(length, self.seed, self.name, epoch, self.order_version(epoch))
-        return GlobalBatches(places, size, length // size if self.drop_last else -(-length // size))
+            positions = order.order_of(length, self.seed, self.name, epoch, self.order_version(epoch))
+        return GlobalBatches(positions, size, length // size if self.drop_last else -(-length // size))
 
-    def _cut(self, sampled: Iterator[Any], size: int) -> Iterator[Sequence[int]]:
+    def _split(self, sampled: Iterator[Any], size: int) -> Iterator[Sequence[int]]:
         while batch := list(islice(sampled, size)):
             if len(batch) == size or not self.drop_last:
                 yield batch
@@ -211,7 +212,7 @@ class MapSource(Source):
         return islice(batches, limit)
 
     def _sampled(self, sampler: Any, epoch: int) -> Iterator[Any]:
-        """What the user's sampler gives, alike on every rank: while it runs, generators are keyed by the epoch."""
+        """The items of the user's sampler, the same on every rank: generators are keyed by the epoch while it runs."""
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         rng = SamplerRNG(mix(self.seed, tag("sampler"), tag(self.name), epoch), generators_of(sampler))
@@ -224,12 +225,12 @@ class MapSource(Source):
 
     def all_batch_sizes(self) -> Mapping[int, int]:
         if self.batch_sampler is not None:
-            if _cuts_a_sampler(self.batch_sampler):
-                cut = self.batch_sampler
-                return _equal_batches(len(cut.sampler), cut.batch_size, cut.drop_last)
+            if _splits_a_sampler(self.batch_sampler):
+                splitter = self.batch_sampler
+                return _equal_batches(len(splitter.sampler), splitter.batch_size, splitter.drop_last)
             size = getattr(self.batch_sampler, "batch_size", None)
             if self.micro_batch is not None and size is None:
-                raise TypeError("the sizes of this batch_sampler's batches are not known before it is iterated")
+                raise TypeError("the batch sizes of this batch_sampler are not known before it is iterated")
             return {size or 1: len(self.batch_sampler)}
         assert self.global_batch is not None
         if isinstance(self.dataset, RowDataset) and self.dataset.steps is None:
@@ -245,20 +246,21 @@ class MapSource(Source):
             "drop_last": self.drop_last,
             "shuffle": self.shuffle,
             "sampler": None if sampler is None else type(sampler).__name__,
-            # Which examples a torch Subset has, as random_split makes it.
+            # A probe of the indices of a torch Subset, such as random_split returns.
             "subset": probe_of_indices(self.dataset.indices).order if isinstance(self.dataset, Subset) else None,
         }
 
 
 class StreamSource(Source):
-    """An iterable data set, of which every process reads the whole stream."""
+    """An iterable data set. Every process reads the whole stream."""
 
     def __init__(self, dataset: Any, given: LoaderArguments, seed: int, plan: Callable[[], BatchPlan]) -> None:
         super().__init__(dataset, given, seed, plan)
         assert given.global_batch is not None
-        # One reader: data sets split themselves by worker, and a second one would read every example again.
+        # At most one worker: each of several workers would read only a part of the stream if the data set splits itself
+        # by worker, and otherwise every example again.
         self.options["num_workers"] = min(1, self.options.get("num_workers", 0))
-        self.options.pop("persistent_workers", None)  # each epoch starts its reader with that epoch's number
+        self.options.pop("persistent_workers", None)  # each epoch starts a new worker with the epoch's number
         self._fetcher = StreamFetcher(
             dataset,
             self.collator,
@@ -286,7 +288,7 @@ class StreamSource(Source):
 
 
 def _first_steps(fetched: Iterator[Fetched], start: int, limit: int) -> Iterator[Fetched]:
-    """The yields of the steps from `start` to `limit`, without reading the data of a further one."""
+    """The yields of the steps from `start` to `limit` - 1. Does not read data for further steps."""
     if start >= limit:
         return
     for request, batches in fetched:
@@ -296,7 +298,7 @@ def _first_steps(fetched: Iterator[Fetched], start: int, limit: int) -> Iterator
 
 
 class _RequestSampler:
-    """What torch's DataLoader takes for a sampler: the requests of the current pass."""
+    """A sampler for torch's DataLoader that yields the requests of the current pass."""
 
     current: Iterator[Request] = iter(())
 
@@ -304,13 +306,13 @@ class _RequestSampler:
         return self.current
 
 
-def _cuts_a_sampler(batch_sampler: Any) -> bool:
-    """Whether it cuts the indices of a sampler into batches as torch's BatchSampler does."""
+def _splits_a_sampler(batch_sampler: Any) -> bool:
+    """Whether a batch sampler splits the indices of a sampler into batches as torch's BatchSampler does."""
     return isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__len__ is BatchSampler.__len__
 
 
 def _equal_batches(length: int, global_batch: int, drop_last: bool) -> Mapping[int, int]:
-    """The sizes of an epoch's global batches, of which the last one may be short: size -> how many."""
+    """The sizes of an epoch's global batches, with a possibly short last one: size -> number of batches."""
     whole, rest = divmod(length, global_batch)
     return {global_batch: whole, **({rest: 1} if rest and not drop_last else {})}
 
@@ -320,15 +322,11 @@ ADDED_LATER = frozenset(["shuffle", "sampler", "subset"])
 
 
 def make_source(dataset: Any, given: LoaderArguments, *, seed: int, plan: Callable[[], BatchPlan]) -> Source:
-    """The source of a loader. Raises SettingError for arguments that cannot be, or contradict each other."""
+    """The source of a loader. Raises SettingError for invalid or contradictory arguments."""
     stream = is_stream(dataset)
     _check(stream, given)
-    if stream and not plan().in_step:
-        raise SettingError(
-            f"run.loader(dataset={type(dataset).__name__}): the chosen strategy hands out parts of the data as "
-            "processes come free, and a stream cannot be read from any place. Use parameter_server:mode=sync, "
-            "another strategy, or a data set with __getitem__ and __len__."
-        )
+    if stream:
+        plan().check_stream(type(dataset).__name__)
     source: Source = (StreamSource if stream else MapSource)(dataset, given, seed, plan)
     if isinstance(given.limit_batches, float):
         _check_fraction(source, given.limit_batches)
@@ -338,21 +336,21 @@ def make_source(dataset: Any, given: LoaderArguments, *, seed: int, plan: Callab
 def make_sources(
     dataset: Any, given: LoaderArguments, schedule: Any, *, seed: int, plan: Callable[[], BatchPlan]
 ) -> dict[int, Source]:
-    """The sources of a loader, by the epoch from which on each is read.
+    """The sources of a loader: first epoch -> source.
 
-    schedule: the global batch, or {epoch: global batch from it on}. Raises SettingError.
+    schedule: the global batch, or {first epoch: global batch}. Raises SettingError.
     """
     if not isinstance(schedule, Mapping):
         return {0: make_source(dataset, replace(given, global_batch=schedule), seed=seed, plan=plan)}
     epochs = list(schedule)
     if 0 not in epochs or any(isinstance(e, bool) or not isinstance(e, int) or e < 0 for e in epochs):
         raise SettingError(
-            f"run.loader(global_batch={dict(schedule)!r}): a schedule is {{epoch: global batch from it on}}, with "
-            "epochs that are whole numbers, and begins with epoch 0, such as {0: 64, 4: 128}."
+            f"run.loader(global_batch={dict(schedule)!r}): a schedule is {{first epoch: global batch}}. Its epochs "
+            "are integers and start at 0, such as {0: 64, 4: 128}."
         )
     if not given.train or given.batch_sampler is not None:
         what = (
-            "whose batch_sampler makes the batches"
+            "with a batch_sampler gets its batches from the sampler"
             if given.batch_sampler is not None
             else "for evaluation has no epochs"
         )
@@ -364,71 +362,78 @@ def make_sources(
 
 
 def _check_fraction(source: Source, fraction: float) -> None:
-    """Raises SettingError for a fraction of an unknown number of global batches, and for one that is none of them."""
+    """Raises SettingError if the number of global batches is not known, or this fraction of it rounds down to 0."""
     try:
         whole = sum(source.all_batch_sizes().values())
     except TypeError as error:
         raise SettingError(
-            f"run.loader(limit_batches={fraction}): of how many global batches is not known, since the data have no "
-            "length. Say how many: limit_batches=100."
+            f"run.loader(limit_batches={fraction}): a fraction needs the number of global batches, but the data set "
+            "has no length. Pass a number: limit_batches=100."
         ) from error
     if whole and not source.limit():
         raise SettingError(
-            f"run.loader(limit_batches={fraction}): this part of {whole} global batches is none. Say how many: "
-            "limit_batches=1."
+            f"run.loader(limit_batches={fraction}): this fraction of {whole} global batches is less than one. Pass a "
+            "number: limit_batches=1."
         )
 
 
 def check_limit(setting: str, limit: Any) -> None:
-    """setting: its name, as it is called: "run.loader(limit_batches". Raises SettingError."""
+    """Check a value of limit_batches. setting: the beginning of the call, such as "run.loader(limit_batches". Raises
+    SettingError."""
     fits = 0.0 < limit <= 1.0 if isinstance(limit, float) else limit is None or (isinstance(limit, int) and limit >= 1)
     if isinstance(limit, bool) or not fits:
         raise SettingError(
-            f"{setting}={limit!r}): a whole number of global batches, at least 1, or a fraction of all of them, such "
-            "as 0.1, is needed; None and 1.0 are all."
+            f"{setting}={limit!r}): pass an integer number of global batches, at least 1, or a fraction, such as 0.1; "
+            "None and 1.0 mean all."
         )
 
 
 def _check(stream: bool, given: LoaderArguments) -> None:
-    """stream: whether the data set is iterable. Raises SettingError."""
+    """Check the arguments of `run.loader`. stream: whether the data set is iterable. Raises SettingError."""
     options = given.options
     if callable(given.collate):
-        raise SettingError("run.loader(collate=a function): say collate_fn=, as of torch's DataLoader.")
+        raise SettingError("run.loader(collate=a function): use collate_fn=, as in torch's DataLoader.")
     if given.collate not in SCOPES:
         raise SettingError(f"run.loader(collate={given.collate!r}) is not known. {suggest(str(given.collate), SCOPES)}")
     for key in ("global_batch", "micro_batch", "shuffle_buffer"):
         value = getattr(given, key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise SettingError(f"run.loader({key}={value!r}): a whole number of examples, at least 1, is needed.")
+            raise SettingError(f"run.loader({key}={value!r}): pass an integer number of examples, at least 1.")
     check_limit("run.loader(limit_batches", given.limit_batches)
     if "batch_size" in options:
         raise SettingError(
-            f"run.loader(batch_size={options['batch_size']!r}): say global_batch, the examples of one optimizer step "
-            "over all devices (batch_size is per process elsewhere)."
+            f"run.loader(batch_size={options['batch_size']!r}): use global_batch, the number of examples per "
+            "optimizer step over all devices (in other libraries, batch_size is per process)."
         )
     if "generator" in options:
         raise SettingError(
             "run.loader(generator=...): the order of a loader is keyed by the seed, the loader's name and the epoch, "
-            "so that it is the same on every rank and after a restart. Say paceline.start(seed=...), or give a sampler "
-            "of your own."
+            "so that it is the same on every rank and after a restart. Use paceline.start(seed=...), or pass your own "
+            "sampler."
         )
     unknown = set(options) - DATALOADER_OPTIONS
     if unknown:
         name = min(unknown)
-        raise SettingError(f"run.loader has no argument {name!r}. {suggest(name, DATALOADER_OPTIONS | OWN_ARGUMENTS)}")
+        raise SettingError(
+            f"run.loader has no argument {name!r}. {suggest(name, DATALOADER_OPTIONS | PACELINE_ARGUMENTS)}"
+        )
     if given.batch_sampler is None and given.global_batch is None:
-        raise SettingError("run.loader: say global_batch, the examples of one optimizer step over all devices.")
-    own_batches = given.batch_sampler is not None
-    own_order = own_batches or given.sampler is not None
+        raise SettingError("run.loader: pass global_batch, the number of examples per optimizer step over all devices.")
+    custom_batches = given.batch_sampler is not None
+    custom_order = custom_batches or given.sampler is not None
     for one, other, why in (
-        (own_batches, given.global_batch is not None, "batch_sampler makes the global batches: leave out global_batch"),
-        (own_batches, given.sampler is not None, "give sampler or batch_sampler, not both"),
-        (own_order, given.shuffle, "the sampler decides the order: leave out shuffle"),
-        (stream, own_order, "an iterable data set has no indices to sample"),
+        (
+            custom_batches,
+            given.global_batch is not None,
+            "batch_sampler makes the global batches: remove global_batch",
+        ),
+        (custom_batches, given.sampler is not None, "pass sampler or batch_sampler, not both"),
+        (custom_order, given.shuffle, "the sampler decides the order: remove shuffle"),
+        (stream, custom_order, "an iterable data set has no indices to sample"),
         (
             not stream,
             given.shuffle_buffer is not None,
-            "shuffle_buffer is for iterable data sets; others are shuffled whole",
+            "shuffle_buffer is for iterable data sets; others are shuffled as a whole",
         ),
     ):
         if one and other:
@@ -436,7 +441,7 @@ def _check(stream: bool, given: LoaderArguments) -> None:
     for key, value in (("sampler", given.sampler), ("batch_sampler", getattr(given.batch_sampler, "sampler", None))):
         if isinstance(value, DistributedSampler):
             raise SettingError(
-                f"run.loader({key}={type(value).__name__}): it picks a part for each rank, and Paceline cuts the "
-                "global batch itself, so that most examples would be lost. Give a sampler over the whole data set, or "
+                f"run.loader({key}={type(value).__name__}): it picks a part for each rank, but Paceline splits each "
+                "global batch itself, so most examples would be lost. Pass a sampler over the whole data set, or "
                 "shuffle=True."
             )

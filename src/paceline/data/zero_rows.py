@@ -1,33 +1,33 @@
-"""What a model needs of torch to compute a batch of 0 rows, while a shard without examples is computed.
+"""Patches of torch that let models run on empty batches. Active while a shard without examples is computed.
 
-Sizes: in `x.view(x.size(0), -1)` torch infers a size from the number of elements, and refuses where there are none.
-Here the size at -1 is what it is for one row: each 0 among the sizes, of the tensor and of the new shape, is taken for
-a 1. (Where one row cannot have the new shape, the least number of rows that can is taken.) Only a call that torch has
-refused is answered so, and its result has no elements, so that a size which the model did not mean makes a later
-operation fail, but adds nothing to a gradient.
+Sizes: in `x.view(x.size(0), -1)` torch infers a size from the number of elements, and refuses to if there are none.
+Here the size at -1 is inferred as for one row: each 0 in the tensor's shape and in the new shape counts as 1. (If one
+row cannot have the new shape, the smallest possible number of rows is used.) Only calls that torch refused are handled
+this way. The result has no elements, so a wrong size may make a later operation fail, but adds nothing to a gradient.
 
-Masks of attention: torch's own layer infers a size from its padding mask, which may have been multiplied by the heads.
-A mask of no rows hides nothing, and is left out. A mask that is learned, as a bias of relative positions, gets no
-gradient from torch over no rows, as if the loss did not depend on it: here it gets one of zeros. On CUDA, torch's
-attention in 16 bits returns None for no rows: here it returns a tensor of none.
+Attention masks: torch's layer infers a size from its padding mask, and fails if the mask has no rows. Such a mask hides
+nothing, so it is removed. If there are no rows, torch gives a learned mask (such as a relative position bias) no
+gradient; here it gets a gradient of zeros. On CUDA, torch's attention in 16 bits returns None for no rows; here it
+returns an empty tensor.
 
-Fast path: torch's own transformer layers compute as they do in training. Their fast path for evaluation stacks the rows
-that a padding mask leaves, of which there are none.
+Fast path: torch's transformer layers do not use their fast path for evaluation. It stacks the rows that a padding mask
+leaves, and fails if there are none.
 
-Packed sequences: torch packs no sequence of no rows. Here it packs as many steps as the padded tensor has, each of 0
-rows, which recurrent layers take. What is unpacked depends on them, so that their gradients are zeros and not absent.
+Packed sequences: torch cannot pack zero sequences. Here it packs the steps of the padded tensor, each with 0 rows;
+recurrent layers accept that. The unpacked result depends on the packed tensor, so its gradients are zeros, not missing.
 
-CTC: over no rows its loss is what that of other criteria is, a mean over nothing or a sum of 0.
+CTC: over no rows, the loss has the same value as that of other criteria: NaN for a mean, 0 for a sum.
 
-Fourier transforms, which torch refuses over 0 rows on a CPU: they transform one row of zeros, which is then dropped. No
-other operation sees that row: it enters no count, no statistics of a layer and no other row's result.
+Fourier transforms: torch refuses 0 rows on a CPU. Here one row of zeros is transformed and then dropped. No other
+operation sees that row: it enters no count, no statistics of a layer and no other row's result.
 
-Compilation: what torch.compile has compiled runs uncompiled, since it would be compiled anew for 0 rows, and refused.
+Compilation: models compiled by torch.compile run uncompiled. Otherwise torch.compile would compile them again for 0
+rows, and refuse.
 
-Torch's functions are replaced, on all threads. A mode of torch's functions would not see the calls within torch's own,
-nor those of a segment that is recomputed in a backward. All is put back when the loader comes to its next yield, but
-for Tensor's methods. A script that fetches ahead computes a batch when later ones have been yielded, so that they stay
-for a few yields. (A function that stayed would have models compiled anew; torch.compile does not look at methods.)
+Torch's functions are replaced on all threads. A TorchFunctionMode would see neither the calls inside torch's functions
+nor a segment that is recomputed in a backward pass. Everything is restored at the loader's next yield, except Tensor's
+methods. A script that prefetches computes a batch after the loader has yielded later batches, so methods stay replaced
+for a few yields. (A replaced function would make models recompile; torch.compile does not look at methods.)
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from torch import Tensor
 from paceline.torch_private.core import PACK, SEQUENCES, UNPACK, compiled_wrapper
 
 KEPT = 4
-"""For how many yields the functions stay replaced: two loaders in one loop, each fetched one batch ahead."""
+"""Number of yields for which the methods stay replaced: enough for two loaders in one loop, each one batch ahead."""
 
 
 def sizes_of_one_row(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...] | None:
-    """`new` with a size in place of its -1, for a tensor of the shape `old`, which has no elements. None: torch needs
-    no such size, or `new` is no shape."""
+    """`new` with its -1 replaced by a size. old: the shape of a tensor without elements. None: no size needs to be
+    replaced, or `new` is not a shape."""
     if 0 not in old or 0 not in new or new.count(-1) != 1 or min(new) < -1:
         return None
     elements, known = (math.prod(size for size in sizes if size > 0) for sizes in (old, new))
@@ -57,7 +57,7 @@ def sizes_of_one_row(old: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, .
 
 
 def _answering(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function, which also takes a -1 where its tensor has no elements."""
+    """view or reshape, made to accept a -1 if the tensor has no elements."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Tensor:
@@ -73,25 +73,25 @@ def _answering(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _asked(*args: Any, **kwargs: Any) -> tuple[Any, tuple[int, ...] | None]:
-    """(the tensor of a refused call, the shape to give it); None: the call is refused for another reason."""
+    """(the tensor of a refused call, the shape to use instead). None: the call was refused for another reason."""
     tensor, *new = args if args else (kwargs.get("input"),)
     new = new or [kwargs.get("shape", kwargs.get("size"))]
     if len(new) == 1 and isinstance(new[0], (tuple, list)):
         new = list(new[0])
     try:
         return tensor, sizes_of_one_row(tuple(tensor.shape), tuple(map(int, new)))
-    except (TypeError, ValueError):  # a dtype to view, or nothing that is a size
+    except (TypeError, ValueError):  # a dtype to view, or not a size at all
         return tensor, None
 
 
 def _without_masks(function: Callable[..., Any]) -> Callable[..., Any]:
-    """multi_head_attention_forward, which leaves out masks of no rows."""
+    """multi_head_attention_forward, made to ignore masks of no rows."""
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
         none = [name for name in ("key_padding_mask", "attn_mask") if _has_no_elements(kwargs.get(name))]
         if "attn_mask" in none:
-            kwargs["is_causal"] = False  # a hint about this mask
+            kwargs["is_causal"] = False  # it is a hint about this mask
         return function(*args, **kwargs | dict.fromkeys(none))
 
     return called
@@ -102,8 +102,9 @@ def _has_no_elements(value: Any) -> bool:
 
 
 def _attending_to_nothing(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """scaled_dot_product_attention over no rows: a tensor where CUDA's kernels of 16 bits return None, and a result
-    that depends on its mask too."""
+    """scaled_dot_product_attention, wrapped so that zero rows give an empty tensor even where CUDA's 16-bit kernels
+    return None. The
+    result also depends on the mask, so that a learned mask gets a gradient."""
 
     @functools.wraps(function)
     def called(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *a: Any, **k: Any) -> Tensor:
@@ -121,7 +122,7 @@ def _attending_to_nothing(function: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def _packing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that packs padded sequences, also those of no rows."""
+    """torch's function that packs padded sequences, made to accept zero sequences."""
 
     @functools.wraps(function)
     def called(padded: Tensor, lengths: Tensor, batch_first: bool) -> Any:
@@ -137,7 +138,7 @@ def _packing(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unpacking(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that pads packed sequences, whose result of no rows depends on these too."""
+    """torch's function that pads packed sequences, made to depend on the packed tensor also for zero sequences."""
 
     @functools.wraps(function)
     def called(packed: Tensor, *args: Any) -> Any:
@@ -148,11 +149,11 @@ def _unpacking(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _NONE, _MEAN = 0, 1
-"""How torch numbers the reductions of a criterion; 2 is "sum"."""
+"""torch's numbers for the reductions of a criterion; 2 is "sum"."""
 
 
 def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """torch.ctc_loss, also over no rows."""
+    """torch.ctc_loss, made to accept zero rows."""
 
     @functools.wraps(function)
     def called(log_probs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -169,7 +170,7 @@ def _ctc(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _of_one_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The function, which computes one row of zeros and drops it, where it is refused for no rows."""
+    """The function, made to accept zero rows: it transforms one row of zeros, and drops the result."""
 
     @functools.wraps(function)
     def called(rows: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -184,7 +185,7 @@ def _of_one_row(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 METHODS = ("view", "reshape")
-"""Those of Tensor that are replaced by `_answering`."""
+"""The methods of Tensor that `_answering` replaces."""
 
 FUNCTIONS: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = [
     (torch, "reshape", _answering),
@@ -196,20 +197,22 @@ FUNCTIONS: list[tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any
     (torch, "stft", _of_one_row),
     *[(torch.fft, f"{kind}fft{dims}", _of_one_row) for kind in ("", "i", "r", "ir") for dims in ("", "2", "n")],
 ]
-"""The functions that are replaced: where each is, its name, and what makes the function in its place."""
+"""The replaced functions: module, name, and the function that makes the replacement."""
 
 
 class ZeroRows:
-    """What is changed of torch. One object for the process, as torch's functions are."""
+    """The changes to torch. One object per process, since torch's functions are global."""
 
     def __init__(self) -> None:
-        self.left = 0  # for how many more yields Tensor's methods are replaced
-        self._empty: set[object] = set()  # the loaders whose current yield has an empty shard
-        self._undo: list[Callable[[], Any]] = []  # puts back what is changed while there are such loaders
+        self.left = 0  # number of further yields for which Tensor's methods stay replaced
+        self._empty: set[object] = set()  # the loaders with an empty shard in their current yield
+        self._undo: list[Callable[[], Any]] = []  # restore torch's functions when `_empty` has no loader left
 
     def begin_yield(self, loader: object, empty: bool) -> None:
-        """A loader yields. empty: whether a shard in the yield has no examples. Called at each such yield, and while
-        `left` is not 0."""
+        """Apply the patches at a loader's yield with an empty shard; at other yields, remove those that have expired.
+
+        empty: does the yield have a shard without examples? Call it if so, and at every yield while `left` is not 0.
+        """
         if empty:
             self._empty.add(loader)
             self._change()
@@ -222,13 +225,13 @@ class ZeroRows:
             self.left -= 1
 
     def end_yield(self, loader: object) -> None:
-        """The turn of the loader's last yield is over."""
+        """Restore torch's functions after the loader's last yield, unless another loader needs the patches."""
         self._empty.discard(loader)
         while self._undo and not self._empty:
             self._undo.pop()()
 
     def close(self) -> None:
-        """Put all back."""
+        """Restore everything."""
         self._empty.clear()
         self.end_yield(None)
         self._put_methods_back()
@@ -239,19 +242,19 @@ class ZeroRows:
         if self._undo:
             return
         for where, name, replacement in FUNCTIONS:
-            own = getattr(where, name)
-            self._undo.append(functools.partial(setattr, where, name, own))
-            setattr(where, name, replacement(own))
+            original = getattr(where, name)
+            self._undo.append(functools.partial(setattr, where, name, original))
+            setattr(where, name, replacement(original))
         fast = torch.backends.mha.get_fastpath_enabled()
         self._undo.append(functools.partial(torch.backends.mha.set_fastpath_enabled, fast))
         torch.backends.mha.set_fastpath_enabled(False)
-        if compiled_wrapper() is not None:  # else nothing is compiled, and a stance would import the compiler
+        if compiled_wrapper() is not None:  # else nothing is compiled, and set_stance would import the compiler
             stance = torch.compiler.set_stance("force_eager")
             self._undo.append(functools.partial(stance.__exit__, None, None, None))
 
     def _put_methods_back(self) -> None:
         for name in METHODS if self.left else ():
-            delattr(Tensor, name)  # torch's own is inherited
+            delattr(Tensor, name)  # torch's method is inherited
         self.left = 0
 
 

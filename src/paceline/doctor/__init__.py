@@ -1,9 +1,8 @@
-"""paceline doctor: what is wrong with a script that has never heard of Paceline.
+"""paceline doctor: find the faults of any script written for torchrun, without changing it.
 
-runner.py    the command: the launcher with watched workers, findings, exit code
-findings.py  the causes: title, consequence, remedy
-report.py    findings as text
-worker.py    what each process runs
-watch/       in the processes: what is seen of the script, written down in order
-judge/       in the launcher's: what it means
+doctor_command.py  the command: runs the script under the launcher, applies the rules, prints the findings
+doctor_worker.py   the program of each rank: the script, with recorders
+findings.py        the catalogue of causes (title, consequence, remedy), and findings as text and JSON
+recorders/         run on each rank, and append the script's actions to an event log, in order
+rules/             run in the launcher, and turn the events of all ranks into findings
 """

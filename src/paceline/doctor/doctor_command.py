@@ -1,9 +1,9 @@
-"""paceline doctor: run a script with recorders, apply the rules to what they recorded, print the findings.
+"""paceline doctor: run a script with recorders, apply the rules to their records, print the findings.
 
-1. The launcher runs the script, with paceline.doctor.doctor_worker in place of its own worker.
-2. Meanwhile the collectives of the ranks are compared. Where they do not match, or ranks wait in vain, the run is
-   ended.
-3. The rules read what the ranks recorded; their findings are printed.
+1. The launcher runs the script, with paceline.doctor.doctor_worker in place of its usual worker.
+2. Meanwhile doctor compares the collectives of the ranks. It ends the run if they do not match, or if ranks wait for a
+   collective that other ranks will never call.
+3. The rules read the ranks' records, and doctor prints the findings.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -36,26 +37,26 @@ CLEAN, FOUND, UNWATCHED = 0, 1, 2
 
 @dataclass(frozen=True)
 class DoctorOptions:
-    """What the command line asks for; the names are those of its options."""
+    """The options of `paceline doctor` (cli.py)."""
 
     script: str
     args: Sequence[str] = ()
     nproc: str | int = 2
     module: bool = False
-    steps: int | None = None  # end the script after so many optimizer steps; None: it ends itself
-    deadline: float | None = None  # end the script after so many seconds; None: never
+    steps: int | None = None  # end the script after this number of optimizer steps; None: it ends itself
+    deadline: float | None = None  # end the script after this many seconds; None: never
     json_file: str | None = None
     tee: str = ""
 
 
 class _DoctorInterrupts(Interrupts):
-    """Signals, and doctor's own reasons to end the run. The agent calls `check` many times a second."""
+    """Ends the run on a signal, or when doctor decides to. The agent calls `check` many times a second."""
 
     def __init__(self, checker: CollectiveChecker, deadline: float | None) -> None:
         super().__init__()
         self._checker, self._next = checker, 0.0
         self._deadline, self._late = deadline, math.inf
-        self.abort_reason = ""  # why doctor ends the run: "... ."
+        self.abort_reason = ""  # why doctor ends the run, as a clause
 
     def check(self) -> None:
         super().check()
@@ -76,37 +77,48 @@ class _DoctorInterrupts(Interrupts):
 def doctor(options: DoctorOptions) -> int:
     """Run the script, print the findings and write the JSON file.
 
-    Returns the exit code: 0; 1 where a finding changes the model; 2 where the script could not be watched; 128 + n
-    where signal n ended the command. Raises LaunchError or SettingError before anything starts.
+    Returns the exit code: 0 if no fault changes the model, 1 if a fault changes it, 2 if the script could not be
+    watched, 128 + n if signal n ended the command. Raises LaunchError or SettingError before anything starts.
     """
     plan = _make_plan(options)
     output = Output(None, plan.tee)
     checker = CollectiveChecker(output.private, plan.nproc)
-    failed, story, stopped = False, "", 0
+    failed, report, stopped = False, "", 0
     try:
         interrupts = _DoctorInterrupts(checker, options.deadline)
         with interrupts:
             try:
-                failed, story = _supervise(plan, options, output, interrupts)
+                failed, report = _supervise(plan, options, output, interrupts)
             except Stopped as signalled:
                 if interrupts.abort_reason:
-                    story = f"paceline doctor ended the run: {interrupts.abort_reason}.\n"
+                    report = f"paceline doctor ended the run: {interrupts.abort_reason}.\n"
                 else:
                     stopped = signalled.report()
             cut = bool(stopped or interrupts.abort_reason)
             run, found = diagnose(output.private, plan.nproc, checker, cut)
     finally:
         where = output.close(failed=failed)
-    code = _report(options, run, found, story + where if story else "", failed)
+    code = _report(options, run, found, report + where if report else "", failed)
     return stopped or code
+
+
+def examine(options: DoctorOptions, interrupts: Interrupts) -> list[Finding]:
+    """Run the script, hide its output, and return the findings. Raises LaunchError, SettingError or Stopped."""
+    plan = _make_plan(options)
+    output = Output(None, plan.tee, silent=True)
+    try:
+        failed, _ = _supervise(plan, options, output, interrupts)
+        return diagnose(output.private, plan.nproc, cut=failed)[1]
+    finally:
+        output.close(failed=False)
 
 
 def diagnose(
     directory: str, processes: int, checker: CollectiveChecker | None = None, cut: bool = False
 ) -> tuple[RecordedRun, list[Finding]]:
-    """Read what the ranks recorded in `directory` and apply the rules, when the script has ended.
+    """Read the ranks' records in `directory` and apply the rules. Call it when the script has ended.
 
-    cut: it was ended from outside.
+    cut: the script was ended from outside.
     """
     run = read_run(directory, processes, cut)
     checker = checker or CollectiveChecker(directory, processes)
@@ -115,7 +127,7 @@ def diagnose(
     if mismatch is not None:
         uneven = uneven_loop(run)
         mismatch = replace(mismatch, beside=uneven) if uneven else checker.with_exit(mismatch)
-        # what may follow from it is no finding of its own
+        # divergence that may follow from the mismatch is not reported separately
         found = [mismatch, *(f for f in found if f.cause not in (*DIVERGENCE, "lr_differs"))]
     return run, found
 
@@ -124,19 +136,19 @@ def _make_plan(options: DoctorOptions) -> Plan:
     if options.steps is not None and options.steps < 1:
         raise SettingError(f"--steps {options.steps}: give the number of optimizer steps to watch, 1 or more.")
     if options.deadline is not None and options.deadline <= 0:
-        raise SettingError(f"--deadline {options.deadline:g}: give seconds, above 0, such as 300.")
+        raise SettingError(f"--deadline {options.deadline:g}: give a number of seconds above 0, such as 300.")
     folder = os.path.dirname(options.json_file or "")
     if folder and not os.path.isdir(folder):
-        raise SettingError(f"--json {options.json_file}: there is no folder {folder!r}. Name another file.")
+        raise SettingError(f"--json {options.json_file}: the folder {folder!r} does not exist. Name another file.")
     kind = "module" if options.module else "script"
     plan = make_plan(options.script, options.args, options.nproc, {}, kind=kind, tee=options.tee)
-    # device: which one the script uses is its own affair, and may be a finding
-    # hash_seed: a fault that comes from the order of a set must be able to happen
+    # device: "cpu", so that the launcher chooses no GPU. The script chooses, and its choice may be a finding.
+    # hash_seed: None leaves Python's hash seed random, to reveal faults that depend on the order of a set.
     return replace(plan, worker="paceline.doctor.doctor_worker", device="cpu", hash_seed=None)
 
 
 def _supervise(plan: Plan, options: DoctorOptions, output: Output, interrupts: Interrupts) -> tuple[bool, str]:
-    """(did the script fail, what to say about it)."""
+    """Run the script. Returns (did it fail?, the launcher's report)."""
     from paceline.launcher.supervise import supervise
 
     order = json.dumps({"directory": output.private, "steps": options.steps})
@@ -146,19 +158,21 @@ def _supervise(plan: Plan, options: DoctorOptions, output: Output, interrupts: I
         return True, f"{error}\n"
     finally:
         interrupts.deferred = False
-    return outcome.exit_code != 0, outcome.story
+    return outcome.exit_code != 0, outcome.report
 
 
-def _report(options: DoctorOptions, run: RecordedRun, found: list[Finding], story: str, failed: bool) -> int:
+def _report(options: DoctorOptions, run: RecordedRun, found: list[Finding], report: str, failed: bool) -> int:
     sys.stdout.flush()
-    if story:
-        streams.write(sys.stderr, printable(story))
+    if report:
+        streams.write(sys.stderr, printable(report))
     grave = any(f.about.kind == MODEL for f in found)
     why = _unwatched(run, failed)
     code = FOUND if grave else UNWATCHED if why else CLEAN
     sys.stdout.write("\n")
     if found or not why:
         sys.stdout.write(printable(text(found, run.steps(), run.processes)))
+    if code == CLEAN:
+        sys.stdout.write(printable(_offer_of_verify(options)))
     if why:
         sys.stdout.write(f"paceline doctor: {why}\n")
     sys.stdout.flush()
@@ -167,8 +181,8 @@ def _report(options: DoctorOptions, run: RecordedRun, found: list[Finding], stor
         what, times = trouble.most_common(1)[0]
         streams.write(
             sys.stderr,
-            f"paceline doctor: watching itself failed {trouble.total()} times ({times} times with {printable(what)}); "
-            "what it would have seen there is missing.\n",
+            f"paceline doctor: recording failed {trouble.total()} times ({times} of them with {printable(what)}). "
+            "Findings that need those records may be missing.\n",
         )
     if options.json_file is not None:
         document = {
@@ -185,30 +199,39 @@ def _report(options: DoctorOptions, run: RecordedRun, found: list[Finding], stor
     return code
 
 
+def _offer_of_verify(options: DoctorOptions) -> str:
+    """What doctor has not compared, and the command that does."""
+    script = shlex.join([*(["-m"] if options.module else []), options.script, *options.args])
+    return (
+        "Doctor looks for the faults that its rules describe. To compare the updates with those of one process:\n"
+        f"  paceline verify --nproc {options.nproc} {script}\n"
+    )
+
+
 def _unwatched(run: RecordedRun, failed: bool) -> str:
-    """Why the findings, or their absence, say little; "" where the script was recorded to its end."""
+    """A sentence that says why the script could not be watched to its end; "" if it was watched."""
     spawned = next(run.all_events("spawn"), None)
     if spawned is not None and not spawned["joined"]:
         return (
-            "the script starts its own processes (torch.multiprocessing), which were not watched. Doctor watches "
-            "scripts that a launcher such as torchrun starts."
+            "the script starts its processes itself (torch.multiprocessing), and doctor did not watch them. Start "
+            "the script with one process per rank, as with torchrun."
         )
     if run.cut and run.steps() == 0:
-        return "the run was ended before the script made a step of a torch optimizer."
+        return "the run was ended before the script made an optimizer step."
     if failed:
-        return "the script failed (above) before it could be watched to its end."
+        return "the script failed (see above) before doctor had watched all of it."
     if any(run.all_events("unseen")):
         return (
-            "the script loaded torch in a way that doctor does not see, so that nothing was watched. Import torch at "
-            "the script's top, before any code that changes how Python finds modules (sys.meta_path, import hooks)."
+            "the script imported torch in a way that doctor cannot see, so nothing was watched. Import torch at the "
+            "top of the script, before code that changes how Python finds modules (sys.meta_path, import hooks)."
         )
     if not any(run.ranks):
-        return "the script never imported torch. Name one that trains with PyTorch, as for torchrun."
+        return "the script never imported torch. Give doctor the training script that you would start with torchrun."
     if run.processes > 1 and run.world_size == 1:
         return (
-            "the script never called torch.distributed.init_process_group: its processes know nothing of each other, "
-            "and each trains a model of its own."
+            "the script never called torch.distributed.init_process_group, so each process trains an independent "
+            "model. Call it before the model is wrapped."
         )
     if run.steps() == 0:
-        return "the script made no step of a torch optimizer."
+        return "the script made no optimizer step."
     return ""

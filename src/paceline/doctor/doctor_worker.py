@@ -1,9 +1,9 @@
-"""What each process of `paceline doctor` runs: the script, with recorders, as launcher/worker.py runs it.
+"""The program of each rank under `paceline doctor`: run the script as launcher/worker.py does, with recorders.
 
     python -m paceline.doctor.doctor_worker script FILE args...
 
-The recorders are installed when the script imports torch. Nothing is imported earlier than the script would: what it
-puts into the environment before `import torch` counts.
+The recorders are installed when the script imports torch. This program does not import torch earlier, because a script
+may first set environment variables that `import torch` reads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _note_if_unwatched(order: dict[str, Any], watched: list[ModuleType], pid: int) -> None:
-    """Leave an event where torch is loaded now, and its execution was not seen."""
+    """Record an "unseen" event if the script imported torch and doctor missed it."""
     if "torch" in sys.modules and not watched and os.getpid() == pid:
         path = os.path.join(order["directory"], f"rank-{os.environ.get('RANK', '0')}.jsonl")
         append_record(path, {"k": "unseen", "t": 0.0, "at": []})

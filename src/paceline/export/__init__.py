@@ -1,12 +1,13 @@
-"""paceline export: a model out of a checkpoint, as a file that other programs read.
+"""paceline export: write a model from a checkpoint to a file that other programs read.
 
-checkpoint_weights   which model of the checkpoint, and its tensors, in the dtype that was asked for
+checkpoint_weights   find the model in the checkpoint, and return its tensors in the requested dtype
 user_model           for ONNX: the model's class and example inputs, from the user's code
-onnx_program         the model as an ONNX program, or why it cannot be one
-onnx_check           the file run by onnxruntime beside the model in PyTorch
-export_command       puts these together, writes the file whole, and says what is in it
+onnx_program         make an ONNX program of the model, or explain why that is impossible
+onnx_check           run the file with onnxruntime, and compare it with the model in PyTorch
+export_command       combines these, writes the file atomically, and describes it
+check_command        paceline check: verify checksums
 
-The traced batch has five examples: torch.export takes 0 and 1 for constants, and a number in the model's code should
-not match by chance. Differences are measured from the model as trained, also where --dtype rounds the file. The
-checksum is written last, and an older file's is removed first.
+The traced batch has five examples. torch.export treats sizes 0 and 1 as constants, and five is unlikely to match a
+number in the model's code by chance. The file is compared with the model as trained, even if --dtype rounds the file.
+The checksum is written last. Before that, the checksum of an older file is removed.
 """

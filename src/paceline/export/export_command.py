@@ -1,9 +1,9 @@
-"""paceline export: read a model out of a checkpoint, write it in another form, say what was written.
+"""paceline export: read a model from a checkpoint, write it in another format, and describe the file.
 
-1. Everything that can be found wrong by looking is: options, the checkpoint's hashes, the packages, the output.
-2. The weights are read, and rounded where --dtype says so.
-3. For ONNX the user's model is made, run, traced and translated.
-4. The file is written whole beside its place, run by onnxruntime, and renamed.
+1. Check everything that can be checked first: options, the checkpoint's hashes, packages, the output.
+2. Read the weights, and round them if --dtype is given.
+3. For ONNX: make, run, trace and translate the user's model.
+4. Write the file under a temporary name, run it with onnxruntime, and rename it.
 """
 
 from __future__ import annotations
@@ -27,50 +27,49 @@ from paceline.state.checkpoint import CANNOT_EXPORT
 from paceline.torch_private.core import save
 
 ENDINGS = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".onnx": "onnx"}
-"""What --to is where the file's name says it."""
+"""Ending of the file's name -> format (--to)."""
 
 _NAMES = {"safetensors": "model.safetensors", "torch": "model.pt", "onnx": "model.onnx"}
-_IN_ONE_FILE = 1_800_000_000  # bytes of weights; protobuf's limit is 2 GiB, beyond which they go into a file beside
+_IN_ONE_FILE = 1_800_000_000  # bytes; larger weights go into a separate file, because protobuf's limit is 2 GiB
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """What the command line asks for; the names are those of its options."""
+    """The options of the command line, under the same names."""
 
     checkpoint: str
-    to: str | None = None  # None: by the ending of `output`; else safetensors, or onnx where `model` is given
-    output: str | None = None  # None: model.safetensors, model.pt or model.onnx, here
+    to: str | None = None  # None: by the ending of `output`; without one, onnx if `model` is given, else safetensors
+    output: str | None = None  # None: model.safetensors, model.pt or model.onnx in the current directory
     name: str | None = None  # of the model in the checkpoint
-    prefix: str = ""  # which tensors, whose names are written without it
+    prefix: str = ""  # export only tensors with this prefix, and remove it from their names
     dtype: str | None = None  # None: as in the checkpoint
-    force: bool = False  # replace a file that is there
-    model: str | None = None  # MODULE:NAME of what makes the model; for onnx
+    force: bool = False  # replace an existing file
+    model: str | None = None  # MODULE:NAME of the function or class that makes the model; for onnx
     input: Sequence[str] = ()  # descriptions of random inputs
     inputs: str | None = None  # MODULE:NAME of a function that returns inputs
-    check: bool | None = None  # run the file with onnxruntime; None: where that is installed
+    check: bool | None = None  # run the file with onnxruntime; None: if that is installed
 
 
 def export(options: ExportOptions, say: Callable[[str], None] = click.echo) -> Path:
-    """Write the file, and return its path. Where it raises SettingError, CheckpointError or ExportError nothing was
-    written."""
+    """Write the file, and return its path. Writes nothing if it raises SettingError, CheckpointError or ExportError."""
     kind = _kind(options)
     file = Path(options.output or _NAMES[kind])
     _check_options(options, kind)
     _check_output(file, options.force)
     weights = read_weights(Path(options.checkpoint), options.name, options.prefix)
     for line in weights.damage:
-        click.echo(f"Warning: a newer checkpoint is damaged and was passed over: {printable(line)}", err=True)
+        click.echo(f"Warning: a newer checkpoint is damaged and was skipped: {printable(line)}", err=True)
     rounded = in_dtype(weights, options.dtype)
-    told: list[str] = []
+    lines: list[str] = []
     if kind == "onnx":
-        told = _write_onnx(file, weights, options)
+        lines = _write_onnx(file, weights, options)
     elif kind == "torch":
         write_whole(file, lambda whole: save(rounded.state, whole), CANNOT_EXPORT, checksum=True)
     else:
         checkpoint.export(file, rounded.tensors)
         if rounded.others:
-            told.append(
-                f"  left out, since safetensors holds tensors only: {listed(rounded.others)} (--to torch keeps it)"
+            lines.append(
+                f"  left out, because safetensors stores only tensors: {listed(rounded.others)} (--to torch keeps it)"
             )
     data = file.with_name(f"{file.name}.data")
     size = file.stat().st_size + (data.stat().st_size if kind == "onnx" and data.exists() else 0)
@@ -79,7 +78,7 @@ def export(options: ExportOptions, say: Callable[[str], None] = click.echo) -> P
         f"{file}: {_size(size)}, {weights.model} of {weights.path} "
         f"({len(rounded.tensors)} tensors, {numbers:,} numbers, {rounded.dtypes})"
     )
-    for line in told:
+    for line in lines:
         say(line)
     return file
 
@@ -89,34 +88,35 @@ def _kind(options: ExportOptions) -> str:
     by_name = ENDINGS.get(ending)
     if options.to is not None and by_name not in (None, options.to):
         raise SettingError(
-            f"--to {options.to} and -o {options.output}: {ending} is the ending of --to {by_name}. Change one of them."
+            f"--to {options.to} and -o {options.output}: {ending} is the extension of --to {by_name}. Change "
+            "one of them."
         )
     if ending and options.to is None and by_name is None:
         raise SettingError(
-            f"-o {options.output}: {ending} is the ending of no format. Add --to safetensors, torch or onnx, or let "
-            f"the name end in one of {', '.join(ENDINGS)}."
+            f"-o {options.output}: no format has the extension {ending}. Add --to safetensors, torch or onnx, or "
+            f"use one of the extensions {', '.join(ENDINGS)}."
         )
     return options.to or by_name or ("onnx" if options.model else "safetensors")
 
 
 def _check_options(options: ExportOptions, kind: str) -> None:
-    """Raises SettingError for options that do not belong together, ExportError for packages that are missing."""
+    """Raises SettingError if options do not fit together, and ExportError if packages are missing."""
     if kind != "onnx":
         given: dict[str, Any] = {"--model": options.model, "--input": options.input, "--inputs": options.inputs}
         given["--check"] = options.check
         wrong = next((name for name, value in given.items() if value), None)
         if wrong:
-            raise SettingError(f"{wrong} belongs to --to onnx. --to {kind} needs the checkpoint alone: leave it out.")
+            raise SettingError(f"{wrong} is only for --to onnx. --to {kind} needs only the checkpoint: leave it out.")
         return
     if options.model is None:
         raise SettingError(
-            "--to onnx needs the model's code, which a checkpoint does not hold: --model MODULE:NAME or FILE.py:NAME, "
-            "a class or function without arguments that makes it, such as --model train.py:make_model."
+            "--to onnx needs the model's code, which a checkpoint does not contain: give --model MODULE:NAME or "
+            "FILE.py:NAME, a class or function without arguments that makes it, such as --model train.py:make_model."
         )
     if bool(options.input) == (options.inputs is not None):
         raise SettingError(
-            "--to onnx needs what the model is called with: --input SHAPE for each input, such as --input 1x3x32x32 or "
-            "--input 1x128:int64:50257, or --inputs FILE.py:NAME, a function that returns it; and not both."
+            "--to onnx needs example inputs of the model: give either --input SHAPE for each input, such as --input "
+            "1x3x32x32 or --input 1x128:int64:50257, or --inputs FILE.py:NAME, a function that returns them."
         )
     onnx_program.require_packages()
     if options.check and not onnx_check.available():
@@ -126,13 +126,13 @@ def _check_options(options: ExportOptions, kind: str) -> None:
 def _check_output(file: Path, force: bool) -> None:
     with explained(CANNOT_EXPORT, file):
         if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a directory, and the name of a file is needed")
+            raise IsADirectoryError(errno.EISDIR, "it is a directory; give the name of a file")
         if file.exists() and not force:
-            raise SettingError(f"{file} exists. Give another name (-o FILE), or --force to replace it.")
+            raise SettingError(f"{file} exists. Give another name (-o FILE), or replace it with --force.")
 
 
 def _write_onnx(file: Path, weights: Weights, options: ExportOptions) -> list[str]:
-    """Write the ONNX file; returns what to say of it."""
+    """Write the ONNX file, and return the lines that describe it."""
     assert options.model is not None
     inputs = user_model.own_inputs(options.inputs) if options.inputs else user_model.random_inputs(options.input)
     model = user_model.load_model(options.model, weights)
@@ -163,8 +163,8 @@ def _write_onnx(file: Path, weights: Weights, options: ExportOptions) -> list[st
 
 
 def _tried(model: nn.Module, inputs: user_model.Inputs, what: str) -> user_model.Inputs:
-    """The inputs in the model's own dtype, once the model has run on them. Raises ExportError where it fails, which
-    names the shapes as they are before any batch is cut from them."""
+    """Run the model on the inputs in its dtype, and return these inputs. Raises ExportError if the model fails. The
+    error names the shapes as the user gave them: the batch size is not changed yet."""
     own = next((one.dtype for one in model.parameters() if one.is_floating_point()), None)
     given = inputs.of(len(inputs.tensors[0]), own) if own is not None else inputs
     user_model.run_model(model, given, what)
@@ -178,15 +178,15 @@ def _value(value: Any) -> str:
 
 def _checked(found: list[onnx_check.Difference]) -> str:
     if not found:
-        return "  not checked" + ("" if onnx_check.available() else ": pip install onnxruntime, and add --check")
+        return "  not checked" + ("" if onnx_check.available() else ": pip install onnxruntime and add --check")
     import onnxruntime
 
     most = ", ".join(f"{one.most:.2g} at batch {one.batch}" for one in found)
     largest = max(one.largest for one in found)
     whole = sum(one.of for one in found)
-    unequal = f"; {sum(one.unequal for one in found)} of {whole} whole numbers differ" if whole else ""
+    unequal = f"; {sum(one.unequal for one in found)} of {whole} integers differ" if whole else ""
     return (
-        f"  onnxruntime {onnxruntime.__version__} beside the model as trained: largest difference {most} "
+        f"  onnxruntime {onnxruntime.__version__} compared with the model as trained: largest difference {most} "
         f"(outputs up to {largest:.2g}){unequal}"
     )
 

@@ -1,7 +1,8 @@
-"""A model as an ONNX program with a dynamic batch, by torch.onnx's exporter; or why it cannot be one.
+"""Make an ONNX program with a dynamic batch size from a model, or explain why that is impossible.
 
-The exporter traces forward() with torch.export on an example batch, lowers it to torch's core operators, and translates
-each of them. What it says when it fails is cut down to what the user can change: the operator, or the line.
+torch.onnx's exporter traces forward() with torch.export on an example batch, lowers the graph to torch's core
+operators, and translates each operator. Its error messages are reduced to the part that the user can change: the
+operator, or the line.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from paceline.export.user_model import Inputs, run_model
 from paceline.torch_private.core import tree_flatten
 
 TRACED_BATCH = 5
-"""Examples of the batch that is traced. It is no size that a model is likely to have elsewhere, so that a number which
-stands in its code by mistake does not fit by chance. (torch.export takes sizes of 0 and 1 for constants.)"""
+"""The number of examples in the traced batch. It is unlikely to match a number in the model's code by chance.
+(torch.export treats sizes 0 and 1 as constants.)"""
 
 _NOT_FOUND = re.compile(r"No ONNX function found for <OpOverload\(op='([^']+)', overload='([^']+)'\)>")
 _LINE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\w+)\n\s*(?P<code>[^\n]+)')
@@ -34,15 +35,16 @@ _PACKAGES = ("onnx", "onnxscript")
 
 
 def require_packages() -> None:
-    """Raises ExportError where what writes ONNX files is not installed."""
+    """Raises ExportError if the packages that write ONNX files are not installed."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ExportError(f"--to onnx needs {' and '.join(missing)}: pip install 'paceline[onnx]'.")
 
 
 def make_program(model: nn.Module, inputs: Inputs) -> torch.onnx.ONNXProgram:
-    """The model as an ONNX program. Its inputs have the names of forward()'s arguments, its outputs those of the dict
-    that forward() returns, or "output", or "output_0" and so on. Raises ExportError."""
+    """Make the ONNX program. Its inputs are named like forward()'s arguments. Its outputs are named by the keys of the
+    dict that forward() returns. Without a dict, a single output is named "output", and several are named "output_0" and
+    so on. Raises ExportError."""
     example = inputs.of(TRACED_BATCH)
     names = {"input_names": input_names(model, inputs), "output_names": _output_names(run_model(model, example))}
     bound = inspect.signature(model.forward).bind(*example.args, **example.kwargs).arguments
@@ -57,15 +59,15 @@ def make_program(model: nn.Module, inputs: Inputs) -> torch.onnx.ONNXProgram:
     fixed = [one.name for one in program.model.graph.inputs if one.shape and isinstance(one.shape[0], int)]
     if fixed:
         raise ExportError(
-            f"{type(model).__name__} takes batches of {TRACED_BATCH} examples only, once it is traced: in {fixed[0]} "
-            "the number of examples became a constant. Let forward() use x.shape[0] or -1, and no int() of it."
+            f"{type(model).__name__} only takes batches of {TRACED_BATCH} examples once it is traced: in {fixed[0]} "
+            "the number of examples became a constant. Use x.shape[0] or -1 in forward(), without int()."
         )
     _name_batch(program)
     return program
 
 
 def input_names(model: nn.Module, inputs: Inputs) -> list[str]:
-    """The name of each input, in the order of `Inputs.tensors`: those of forward()'s arguments."""
+    """The names of forward()'s arguments for the inputs, in the order of `Inputs.tensors`."""
     bound = inspect.signature(model.forward).bind(*inputs.args, **inputs.kwargs).arguments
     names: list[str] = []
     for name, value in bound.items():
@@ -87,7 +89,7 @@ def _output_names(outputs: Any) -> list[str]:
 
 
 def _dynamic(value: Any) -> Any:
-    """What torch.export is told of an argument: its first dimension may have any size."""
+    """Describe an argument for torch.export: its first dimension may have any size."""
     if isinstance(value, Tensor):
         return {0: torch.export.Dim.DYNAMIC} if value.dim() else {}
     if isinstance(value, dict):
@@ -96,7 +98,7 @@ def _dynamic(value: Any) -> Any:
 
 
 def _name_batch(program: torch.onnx.ONNXProgram) -> None:
-    """The first dimension of every input is called "batch" in the file, and all that depend on it with it."""
+    """Name the first dimension of every input "batch" in the file. Dimensions that depend on it get the same name."""
     symbols = {str(one.shape[0]) for one in program.model.graph.inputs if one.shape}
     symbols = {name for name in symbols if name.isidentifier()}
     if symbols:
@@ -104,37 +106,37 @@ def _name_batch(program: torch.onnx.ONNXProgram) -> None:
 
 
 def _why(model: nn.Module, example: Inputs, shapes: dict[str, Any], error: BaseException) -> str:
-    """The message for an error of the exporter."""
+    """Build the ExportError's message for an error of the exporter."""
     name = type(model).__name__
     text = "\n".join(str(one) for one in _chain(error))
     if found := _NOT_FOUND.search(text):
         operator = f"{found[1].replace('.', '::')}.{found[2]}".removesuffix(".default")
         at = _used_at(model, example, shapes, found[1])
         return (
-            f"--to onnx: ONNX has nothing for the operator {operator}, which {name} uses{at}. "
-            "Compute it from other operators, or leave it out of what is exported: let --model name a module without "
-            "it. --to torch and --to safetensors work."
+            f"--to onnx: ONNX has no counterpart of the operator {operator}, which {name} uses{at}. "
+            "Compute it with other operators, or leave it out of the export: let --model name a module without it. "
+            "--to torch and --to safetensors work."
         )
     if "data-dependent" in text or "DataDependent" in text:
         line = next((hit for hit in _LINE.finditer(text)), None)
         at = f" at {line['file']}, line {line['line']}, in {line['name']}: {line['code'].strip()}" if line else ""
         return (
-            f"--to onnx: what {name} does depends on the values of its input{at}\n"
-            "An ONNX graph is the same for all inputs. Use torch.where or torch.cond in place of `if`, and tensors in "
-            "place of .item(), or leave that part out of what is exported."
+            f"--to onnx: the computation of {name} depends on the values of its input{at}\n"
+            "An ONNX graph is the same for all inputs. Use torch.where or torch.cond instead of `if`, and tensors "
+            "instead of .item(), or leave that part out of the export."
         )
     if found := _STATIC.search(text):
         return (
-            f"--to onnx: {name} makes a constant of the number of examples (it was {found[1]} when it was traced), so "
-            "that the file would take that batch only. Let forward() use x.shape[0] or -1 where it counts them."
+            f"--to onnx: {name} turns the number of examples into a constant ({found[1]} during tracing), so the "
+            "file would only accept that batch size. Use x.shape[0] or -1 for the number of examples in forward()."
         )
-    told = next((str(one).strip() for one in reversed(_chain(error)) if str(one).strip()), type(error).__name__)
-    told = re.sub(r"\x1b\[\d*m", "", told)
-    return f"--to onnx: torch's exporter cannot take {name}: {told[:1500]}\n--to torch and --to safetensors work."
+    message = next((str(one).strip() for one in reversed(_chain(error)) if str(one).strip()), type(error).__name__)
+    message = re.sub(r"\x1b\[\d*m", "", message)
+    return f"--to onnx: torch's exporter cannot export {name}: {message[:1500]}\n--to torch and --to safetensors work."
 
 
 def _used_at(model: nn.Module, example: Inputs, shapes: dict[str, Any], operator: str) -> str:
-    """ " at net.py, line 12, in forward: ...": where the model's code uses an operator. Empty where it is not found."""
+    """Name the model's line that uses an operator: " at net.py, line 12, in forward: ...". "" if it is not found."""
     base = operator.rpartition(".")[2]
     with contextlib.suppress(Exception), _quiet():
         traced = torch.export.export(model, example.args, example.kwargs, dynamic_shapes=shapes)
@@ -147,7 +149,7 @@ def _used_at(model: nn.Module, example: Inputs, shapes: dict[str, Any], operator
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error and its causes, the first cause last."""
+    """The error and its causes, with the original cause last."""
     found = [error]
     while found[-1].__cause__ is not None:
         found.append(found[-1].__cause__)
@@ -156,7 +158,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the exporter prints and warns of its own inside."""
+    """Suppress the exporter's output and warnings."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,7 +1,8 @@
-"""What only the user's code has: the model's class, and what its forward is called with.
+"""Get the model and the example inputs of its forward() from the user's code.
 
-A target is MODULE:NAME or FILE.py:NAME, imported as `python` would from the current directory. An input is described as
-SHAPE[:DTYPE[:LIMIT]], such as 1x3x32x32 or 1x128:int64:50257; its first dimension is that of the examples.
+A target is MODULE:NAME or FILE.py:NAME, imported as `python -m MODULE` or `python FILE.py` would do. An input is
+described as SHAPE[:DTYPE[:LIMIT]], such as 1x3x32x32 or 1x128:int64:50257. Its first dimension is the number of
+examples.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from paceline.export.checkpoint_weights import Weights, listed
 from paceline.world import EXPORT
 
 _INPUT = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>\w+)(?::(?P<limit>\d+))?)?")
-_INPUT_DTYPES = {  # a floating input has the dtype of the model
+_INPUT_DTYPES = {  # a floating-point input gets the dtype of the model
     "float": torch.float32,
     "int64": torch.int64,
     "int32": torch.int32,
@@ -36,7 +37,7 @@ _INPUT_DTYPES = {  # a floating input has the dtype of the model
     "bool": torch.bool,
 }
 _NOT_THE_USERS = (*(str(Path(str(module.__file__)).parent) for module in (torch, importlib, errors)), "<frozen")
-_FEWEST = 2  # whole numbers that are drawn if no limit is given: 0 and 1, which an embedding of any size takes
+_FEWEST = 2  # the default limit of integers: an embedding of any size accepts 0 and 1
 
 
 class Inputs(NamedTuple):
@@ -44,30 +45,33 @@ class Inputs(NamedTuple):
 
     args: tuple[Tensor, ...]  # by position
     kwargs: dict[str, Tensor]  # by name
-    told: str  # the option that they came from, for messages
+    option: str  # the option that the inputs come from, for messages
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All inputs: first by position, then by name."""
         return [*self.args, *self.kwargs.values()]
 
     def of(self, batch: int, dtype: torch.dtype | None = None) -> Inputs:
-        """The same inputs for another number of examples, by taking theirs in turn; floating ones in another dtype."""
+        """Return inputs with `batch` examples, made by repeating these examples. dtype: convert floating-point inputs
+        to it."""
 
-        def cut(tensor: Tensor) -> Tensor:
+        def resize(tensor: Tensor) -> Tensor:
             rows = tensor[torch.arange(batch) % len(tensor)] if tensor.dim() else tensor
             return rows.to(dtype) if dtype is not None and rows.is_floating_point() else rows
 
-        return Inputs(tuple(map(cut, self.args)), {name: cut(one) for name, one in self.kwargs.items()}, self.told)
+        return Inputs(
+            tuple(map(resize, self.args)), {name: resize(one) for name, one in self.kwargs.items()}, self.option
+        )
 
 
 def load_model(target: str, weights: Weights) -> nn.Module:
-    """The user's model with the checkpoint's weights, in evaluation mode on the CPU. Raises ExportError."""
+    """Make the user's model with the checkpoint's weights, in evaluation mode on the CPU. Raises ExportError."""
     made = _call("--model", target, lambda thing: isinstance(thing, nn.Module))
     if not isinstance(made, nn.Module):
         raise ExportError(
-            f"--model {target}: a torch.nn.Module is needed, and it gave {type(made).__name__}. Name a class or a "
-            "function that is called without arguments and returns the model, or a model itself."
+            f"--model {target}: a torch.nn.Module is needed, but it returned {type(made).__name__}. Name a class or a "
+            "function without arguments that returns the model, or a model itself."
         )
     _check_names(target, made, weights)
     made.cpu().load_state_dict(weights.state)
@@ -75,8 +79,7 @@ def load_model(target: str, weights: Weights) -> nn.Module:
 
 
 def random_inputs(specs: Sequence[str], seed: int = 0) -> Inputs:
-    """Inputs for descriptions such as "1x3x32x32" or "mask=1x128:bool": 8 examples of random numbers. Raises
-    SettingError."""
+    """Make 8 random examples for descriptions such as "1x3x32x32" or "mask=1x128:bool". Raises SettingError."""
     generator = torch.Generator().manual_seed(seed)
     args: list[Tensor] = []
     kwargs: dict[str, Tensor] = {}
@@ -84,17 +87,17 @@ def random_inputs(specs: Sequence[str], seed: int = 0) -> Inputs:
         match = _INPUT.fullmatch(spec)
         if match is None:
             raise SettingError(
-                f"--input {spec!r}: give SHAPE[:DTYPE[:LIMIT]], such as 1x3x32x32, or 1x128:int64:50257 for whole "
-                "numbers below 50257; NAME=SHAPE for an argument by name. The first dimension is that of the examples."
+                f"--input {spec!r}: give SHAPE[:DTYPE[:LIMIT]], such as 1x3x32x32, or 1x128:int64:50257 for integers "
+                "below 50257; NAME=SHAPE for an argument by name. The first dimension is the number of examples."
             )
         kind, limit = match["dtype"] or "float", match["limit"]
         if kind not in _INPUT_DTYPES:
-            raise SettingError(f"--input {spec!r}: there is no dtype {kind!r}. {suggest(kind, _INPUT_DTYPES)}")
+            raise SettingError(f"--input {spec!r}: {kind!r} is not a dtype. {suggest(kind, _INPUT_DTYPES)}")
         dtype = _INPUT_DTYPES[kind]
         shape = (8, *map(int, match["shape"].split("x")[1:]))
         if dtype.is_floating_point:
             if limit is not None:
-                raise SettingError(f"--input {spec!r}: a limit is for whole numbers. Leave ':{limit}' out.")
+                raise SettingError(f"--input {spec!r}: a limit is only for integers. Leave out ':{limit}'.")
             tensor = torch.randn(shape, generator=generator)
         else:
             below = 2 if dtype == torch.bool else int(limit or _FEWEST)
@@ -102,38 +105,40 @@ def random_inputs(specs: Sequence[str], seed: int = 0) -> Inputs:
         if match["name"]:
             kwargs[match["name"]] = tensor
         elif kwargs:
-            raise SettingError(f"--input {spec!r}: inputs without a name come before those with one.")
+            raise SettingError(f"--input {spec!r}: put inputs without a name before inputs with a name.")
         else:
             args.append(tensor)
     return _checked(Inputs(tuple(args), kwargs, " ".join(f"--input {spec}" for spec in specs)))
 
 
 def own_inputs(target: str) -> Inputs:
-    """Inputs that a function of the user returns: a tensor, a tuple of them, or a dict by name. Raises ExportError."""
-    told = f"--inputs {target}"
+    """Get inputs from a function of the user. It returns a tensor, a tuple of tensors, or a dict of tensors by argument
+    name. Raises ExportError."""
+    option = f"--inputs {target}"
     given = _call("--inputs", target, lambda thing: isinstance(thing, (Tensor, tuple, list, Mapping)))
     args, kwargs = ((), dict(given)) if isinstance(given, Mapping) else (given, {})
     args = (args,) if isinstance(args, Tensor) else tuple(args) if isinstance(args, (tuple, list)) else (args,)
     wrong = next((one for one in [*args, *kwargs.values()] if not isinstance(one, Tensor)), None)
     if wrong is not None or not (args or kwargs):
         raise ExportError(
-            f"{told}: it gave {'nothing' if wrong is None else type(wrong).__name__}. Return a tensor, a "
-            "tuple of tensors, or a dict of tensors by the names that forward() has for them."
+            f"{option}: it returned {'nothing' if wrong is None else type(wrong).__name__}. Return a tensor, a "
+            "tuple of tensors, or a dict of tensors by the argument names of forward()."
         )
     return _checked(
-        Inputs(tuple(one.detach().cpu() for one in args), {k: v.detach().cpu() for k, v in kwargs.items()}, told)
+        Inputs(tuple(one.detach().cpu() for one in args), {k: v.detach().cpu() for k, v in kwargs.items()}, option)
     )
 
 
 def run_model(model: nn.Module, inputs: Inputs, what: str = "") -> Any:
-    """What the model returns, without gradients. what: said of the model in the ExportError for one that fails."""
+    """Return the model's outputs, without gradients. Raises ExportError if the model fails. what: text to add to the
+    model's name in the error."""
     try:
         with torch.no_grad():
             return model(*inputs.args, **inputs.kwargs)
     except Exception as error:
         shapes = ", ".join(f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in inputs.tensors)
         raise ExportError(
-            f"{inputs.told}: {type(model).__name__}{what} fails on inputs of {shapes}: {_told(error)}\n"
+            f"{inputs.option}: {type(model).__name__}{what} fails on inputs of {shapes}: {_described(error)}\n"
             "Give the shapes and dtypes that its forward() takes, with the examples in the first dimension."
         ) from error
 
@@ -143,18 +148,19 @@ def _checked(inputs: Inputs) -> Inputs:
     if len(lengths) != 1 or 0 in lengths:
         shapes = ", ".join(str(tuple(one.shape)) for one in inputs.tensors)
         raise ExportError(
-            f"{inputs.told}: the first dimension of every input is that of the examples, and they are {shapes}. Where "
-            "the model's own forward() has it elsewhere, let --model name a module around it that moves it."
+            f"{inputs.option}: the first dimension of every input must be the number of examples, but the shapes "
+            f"are {shapes}. If the model's forward() expects it elsewhere, let --model name a wrapper module that "
+            "moves the dimension."
         )
     return inputs
 
 
 def _check_names(target: str, model: nn.Module, weights: Weights) -> None:
-    """Raises ExportError where the model has not just the checkpoint's names and shapes."""
+    """Raises ExportError if the model's names and shapes differ from the checkpoint's."""
     own, given = model.state_dict(), weights.state
     missing, more = [name for name in own if name not in given], [name for name in given if name not in own]
     shapes = [
-        f"{name} is {tuple(given[name].shape)} and in the model {tuple(value.shape)}"
+        f"{name} is {tuple(given[name].shape)}, in the model {tuple(value.shape)}"
         for name, value in own.items()
         if name in given and isinstance(value, Tensor) and given[name].shape != value.shape
     ]
@@ -166,7 +172,7 @@ def _check_names(target: str, model: nn.Module, weights: Weights) -> None:
         f"{len(shapes)} differ in shape: {listed(shapes)}" if shapes else "",
     ]
     raise ExportError(
-        f"--model {target}: {type(model).__name__} is not the model that {weights.path} holds as {weights.model}.\n  "
+        f"--model {target}: {type(model).__name__} does not match {weights.model} in {weights.path}.\n  "
         + "\n  ".join(line for line in problems if line)
         + f"\n{_remedy(missing, more)}"
     )
@@ -175,34 +181,34 @@ def _check_names(target: str, model: nn.Module, weights: Weights) -> None:
 def _remedy(missing: list[str], more: list[str]) -> str:
     if missing and more:
         for longer, shorter, remedy in (
-            (more, missing, "Add --prefix {0!r}, which takes it off the checkpoint's names."),
-            (missing, more, "Name the module inside, which has no {0!r} before its names."),
+            (more, missing, "Add --prefix {0!r}, which removes it from the checkpoint's names."),
+            (missing, more, "Name the inner module, without {0!r} before its names."),
         ):
             ends = (name for name in longer if name.endswith(shorter[0]))
             before = next(ends, shorter[0]).removesuffix(shorter[0])
             if before and {before + name for name in shorter} <= set(longer):
                 return remedy.format(before)
-    return "Let --model make the model as the training script did, with the same arguments."
+    return "Make the model as the training script does, with the same arguments."
 
 
 # --- the user's code
 
 
 def _call(option: str, target: str, ready: Any) -> Any:
-    """The object that a target names; what it returns where it is a function or a class."""
+    """Return the object that a target names. If it is a function or a class, call it and return the result."""
     thing = _find(option, target)
     if ready(thing) or not callable(thing):
         return thing
     needed = _needed(thing)
     if needed:
         raise ExportError(
-            f"{option} {target}: it is called without arguments, and needs {', '.join(needed)}. Write a function that "
-            "calls it with them, and name that."
+            f"{option} {target}: the export calls it without arguments, but it needs {', '.join(needed)}. Write a "
+            "function that calls it with them, and name that function."
         )
     try:
         return thing()
     except Exception as error:
-        raise ExportError(f"{option} {target}: calling it failed at {_told(error)}") from error
+        raise ExportError(f"{option} {target}: calling it failed at {_described(error)}") from error
 
 
 def _find(option: str, target: str) -> Any:
@@ -222,7 +228,7 @@ def _find(option: str, target: str) -> Any:
 def _import(option: str, place: str) -> ModuleType:
     file = Path(place)
     if place.endswith(".py") and not file.is_file():
-        raise SettingError(f"{option}: there is no file {place}. Give the one that defines the model.")
+        raise SettingError(f"{option}: there is no file {place}. Give the file that defines the model.")
     here = str(file.resolve().parent if place.endswith(".py") else Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python FILE` and `python -m MODULE` do
@@ -234,25 +240,29 @@ def _import(option: str, place: str) -> ModuleType:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[file.stem] = module  # dataclasses and pickles look there
+            sys.modules[file.stem] = module  # dataclasses and pickle look the module up there
             spec.loader.exec_module(module)
             return module
     except ModuleNotFoundError as error:
         if error.name is not None and place.split(".")[0] == error.name.split(".")[0]:
             raise SettingError(
                 f"{option}: there is no module {error.name!r}, seen from {here}. Run the command in the folder that "
-                "holds it, install it, or name the file: FILE.py:NAME."
+                "contains it, install it, or name the file: FILE.py:NAME."
             ) from error
-        raise ExportError(f"{option}: importing {place} failed at {_told(error)}. Install {error.name}.") from error
+        raise ExportError(
+            f"{option}: importing {place} failed at {_described(error)}. Install {error.name}."
+        ) from error
     except (Exception, SystemExit) as error:
-        remedy = '\nWhat runs as a script belongs under `if __name__ == "__main__":`.'
+        remedy = '\nPut code that runs as a script under `if __name__ == "__main__":`.'
         ended = isinstance(error, SystemExit)
-        raise ExportError(f"{option}: importing {place} failed at {_told(error)}{remedy if ended else ''}") from error
+        raise ExportError(
+            f"{option}: importing {place} failed at {_described(error)}{remedy if ended else ''}"
+        ) from error
 
 
 @contextlib.contextmanager
 def _imported(place: str) -> Iterator[None]:
-    """The module sees no arguments of this command, and no run starts in it."""
+    """Hide this command's arguments from the module, and prevent the module from starting a run."""
     argv = sys.argv
     sys.argv, os.environ[EXPORT] = [place], place
     try:
@@ -263,7 +273,7 @@ def _imported(place: str) -> Iterator[None]:
 
 
 def _needed(thing: Any) -> list[str]:
-    """The arguments without which a function or class cannot be called."""
+    """The required arguments of a function or class."""
     try:
         parameters = inspect.signature(thing).parameters.values()
     except (TypeError, ValueError):
@@ -275,8 +285,8 @@ def _needed(thing: Any) -> list[str]:
     ]
 
 
-def _told(error: BaseException) -> str:
-    """ "net.py, line 12, in forward: RuntimeError: ..."; the innermost line of neither torch nor Paceline."""
+def _described(error: BaseException) -> str:
+    """Describe an error, with the innermost line outside torch and Paceline: "net.py, line 12, in forward: ..."."""
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THE_USERS)
     ]

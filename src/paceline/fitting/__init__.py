@@ -1,12 +1,12 @@
-"""The ready-made loop: fit, evaluate, predict. (Not named fit, since `paceline.fit` is the function.)
+"""The ready-made loop: fit, evaluate, predict. (The package is not named fit because `paceline.fit` is the function.)
 
 loop.py                        fit: epochs, steps, evaluations, checkpoints
-fit_plan.py, fit_state.py      its arguments, checked; what callbacks see and a checkpoint holds
-history.py, best.py            the values of each epoch; which checkpoints are the best
-evaluate.py, metric_target.py  evaluate and predict; what a metric gets
-model_loss.py                  fit(model, None, ...): the model's own loss
-callbacks.py, weight_averaging.py, profiler.py   events; EMA and SWA; traces
+fit_plan.py, fit_state.py      fit's checked arguments; fit's state, for callbacks and checkpoints
+history.py, best.py            the values of each epoch; the best value and early stopping
+evaluate.py, metric_target.py  evaluate and predict; the inputs of a metric
+model_loss.py                  fit(model, None, ...): the loss that the model computes
+callbacks.py, weight_averaging.py, profiler.py   callbacks; EMA and SWA; traces
 lr_finder.py, micro_batch_finder.py, memory_trial.py, model_summary.py   lr_find, find_micro_batch, summary
 
-All processes act on rank 0's numbers where one decides (early stopping, the best model). So all stop together.
+Decisions such as early stopping use rank 0's values on all processes, so that all processes stop together.
 """

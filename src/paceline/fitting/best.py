@@ -1,4 +1,4 @@
-"""Best: the best value so far, and whether it is time to stop. For `fit`, and for loops of one's own."""
+"""Best: the best value of a metric so far, and early stopping. For `fit`, and for your own training loop."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 from paceline.errors import SettingError, UsageError, suggest
 
 
 class Best:
-    """The best value of a metric, and early stopping. `fit(best=...)` updates it after each evaluation; a loop of one's
-    own calls `update`, and `run.track(best=best)` puts it into checkpoints.
+    """The best value of a metric, and early stopping. `fit(best=best)` updates it after each evaluation. In your own
+    loop, call `best.update`, and call `run.track(best=best)` to save it in checkpoints.
 
     Attributes:
-        monitor: for fit: "loss" or "val_loss", or "val_" and a metric's name; "val_loss" if not given, "loss" where
-            nothing is evaluated.
-        mode: whether "min" or "max" of it is best.
-        patience: how many updates in a row without a better value make `stop` True; None: never.
-        path: for fit: the best model so far, as one safetensors file; `best.safetensors` in the checkpoints' directory
-            if not given, and without checkpoints none is written.
-        min_delta: by more than this a value must be better than the best one to count as better.
+        monitor: for fit: "loss", "val_loss", or "val_" and the name of a metric. Default: "val_loss", or "loss" without
+            evaluation.
+        mode: whether the "min" or "max" value is best.
+        patience: `stop` becomes True after this many updates in a row without a better value; None: never.
+        path: for fit: the safetensors file of the best model. Default: `best.safetensors` in the directory of the
+            checkpoints, or no file if fit saves no checkpoints.
+        min_delta: a value counts as better only if it beats the best value by more than this.
         value: the best value so far; None before the first.
-        waited: updates since the best value.
+        waited: number of updates since the best value.
     """
 
     def __init__(
@@ -38,16 +38,16 @@ class Best:
         min_delta: float = 0.0,
     ) -> None:
         if mode not in ("min", "max"):
-            raise SettingError(f"Best(mode={mode!r}) is not known. {suggest(str(mode), ('min', 'max'))}")
+            raise SettingError(f"Best(mode={mode!r}): unknown mode. {suggest(str(mode), ('min', 'max'))}")
         if patience is not None and (isinstance(patience, bool) or not isinstance(patience, int) or patience < 1):
             raise SettingError(
-                f"Best(patience={patience!r}): how many epochs, or updates, in a row may be no better: a whole number, "
-                "at least 1; None never stops."
+                f"Best(patience={patience!r}): pass the number of consecutive epochs or updates without improvement "
+                "after which training stops: an integer of at least 1, or None to never stop."
             )
         number = isinstance(min_delta, (int, float)) and not isinstance(min_delta, bool)
         if not number or not 0 <= min_delta < math.inf:
             raise SettingError(
-                f"Best(min_delta={min_delta!r}): by how much a value must be better, 0 or more, whatever the mode."
+                f"Best(min_delta={min_delta!r}): pass the smallest improvement that counts, 0 or more, for both modes."
             )
         self.monitor, self.mode, self.patience, self.path, self.min_delta = monitor, mode, patience, path, min_delta
         self.value: float | None = None
@@ -58,22 +58,24 @@ class Best:
 
     @property
     def stop(self) -> bool:
-        """Has there been no better value for `patience` updates in a row?"""
+        """Have `patience` updates in a row brought no better value?"""
         return self.patience is not None and self.waited >= self.patience
 
     def update(self, value: float | Tensor) -> bool:
-        """Whether this value is better than the best one so far, by more than min_delta; then it is the best. NaN never
-        is. All processes call it; rank 0's value counts, so that all of them stop together."""
+        """Record a value. Returns whether it beats the best value so far by more than min_delta. NaN never does.
+
+        Call `update` on all processes. Rank 0's value counts, so that all processes stop together.
+        """
         if isinstance(value, Tensor):
             if value.numel() != 1:
                 raise UsageError(f"Best.update: a tensor of shape {tuple(value.shape)} is not one number.")
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise UsageError(f"Best.update({value!r}): a number is needed, such as scores['loss'].")
-        return self.record(collectives.broadcast_object(float(value)))
+            raise UsageError(f"Best.update({value!r}): pass a number, such as scores['loss'].")
+        return self.record(world_group().broadcast(float(value)))
 
     def record(self, value: float) -> bool:
-        """As `update`, for a value that is known to be the same on all processes."""
+        """Like `update`, for a value that is already the same on all processes."""
         better = not math.isnan(value) and (
             self.value is None
             or (value < self.value - self.min_delta if self.mode == "min" else value > self.value + self.min_delta)

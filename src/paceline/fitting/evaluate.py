@@ -1,4 +1,4 @@
-"""evaluate and predict: one pass over a whole data set, exact over uneven and empty shards."""
+"""evaluate and predict: one pass over a whole data set, exact even with uneven and empty shards."""
 
 from __future__ import annotations
 
@@ -34,27 +34,28 @@ def evaluate(
     run: Run | None = None,
     **loader_options: Any,
 ) -> dict[str, float]:
-    """The loss and other means over a whole data set, each example counted once, the same on every process.
+    """Returns the loss and metrics over a whole data set. Each example counts once. All processes get the same values.
 
     Args:
         model, loss_fn: as for `run.forward_backward`: loss_fn(model, batch) returns a mean over the examples, a
-            paceline.Total, or a tuple of these, which add. None: the model's own, model(**batch).loss (see `fit`).
-            model may also be what `run.ema` returns.
+            paceline.Total, or a tuple of these, which are added. None: the loss that the model computes,
+            model(**batch).loss (see `fit`). model may also be the result of `run.ema`.
         dataset: a data set, or a loader made by `run.loader(..., train=False)`.
-        global_batch: how many examples are computed at once, over all devices. It changes the time, not the result.
-        metrics: name -> function(outputs, batch), where outputs is what the model returned in loss_fn. It returns a
-            tensor with an entry for each example (their mean is reported), a paceline.Total(sum, count) (their ratio),
-            or a number that is the mean over the batch. Or a metric of torchmetrics with one number for its value, on
-            the model's device: it is reset, and updated with (predictions, targets).
-        target: where the targets of torchmetrics' metrics are: a name in a batch that is a dict, "labels" if not given;
-            or a function of (outputs, batch) that returns (predictions, targets). Of other batches they are batch[1].
-            The predictions are the output, or its "logits".
-        run: else the run that is open, else a new one.
-        loader_options: num_workers, collate_fn, micro_batch and so on, as of `run.loader`.
+        global_batch: examples computed at once, over all devices. It affects the speed, not the result.
+        metrics: name -> function(outputs, batch), where outputs is the result of the model in loss_fn. The function
+            returns a tensor with one entry per example (evaluate reports the mean of the entries), a
+            paceline.Total(sum, count) (evaluate reports sum / count), or a number that is the mean over the batch. Or
+            name -> a torchmetrics metric with a single number as its value, on the model's device. evaluate resets the
+            metric, and updates it with (predictions, targets).
+        target: the targets for torchmetrics. For batches that are dicts, a name in the batch (default "labels"). For
+            any batches, a function of (outputs, batch) that returns (predictions, targets). By default, the targets in
+            other batches are batch[1], and the predictions are the model's output, or its "logits".
+        run: default: the open run, or a new one.
+        loader_options: num_workers, collate_fn, micro_batch and so on, as in `run.loader`.
 
-    The model is in evaluation mode meanwhile, without gradients; afterwards each of its modules is as it was. Returns
-    {"loss": ..., and each metric's name: ...}; NaN where nothing was counted. Raises SettingError for arguments that
-    cannot be, UsageError for a loss or metric that is none of the above.
+    The model runs in evaluation mode, without gradients. Afterwards each module returns to its previous mode. Returns
+    {"loss": ..., and each metric's name: ...}. A value is NaN if nothing was counted. Raises SettingError for invalid
+    arguments, and UsageError if a loss or metric has an unsupported type.
     """
     run = open_run(run, model)
     check_metrics(metrics)
@@ -69,7 +70,7 @@ def evaluate(
 def evaluate_pass(
     run: Run, model: Any, loss_fn: LossFn, loader: Loader, metrics: Metrics | None, target: Target = None
 ) -> dict[str, float]:
-    """One pass over an evaluation loader: the loss, and the metrics."""
+    """Return the loss and the metrics of one pass over an evaluation loader."""
     capture = _OutputCapture(model) if metrics else None
     losses: list[Average] = []
     objects = {name: metric for name, metric in (metrics or {}).items() if _is_object(metric)}
@@ -80,7 +81,7 @@ def evaluate_pass(
     with evaluating(model):
         for batch in loader:
             with run.autocast():
-                # A plain sum is reported per example: batches of another size would otherwise give other numbers.
+                # Divide a sum without a count by the examples: otherwise the value would depend on the batch size.
                 terms = terms_of(loss_fn(model if capture is None else capture, batch), loader.examples)
                 losses = losses or [Average(run.device) for _ in terms]
                 for average, term in zip(losses, terms, strict=True):
@@ -93,13 +94,13 @@ def evaluate_pass(
                 _add(means[name], name, function(capture.output(name), batch), loader.examples)
             for name, metric in objects.items():
                 assert capture is not None
-                if loader.examples:  # some metrics cannot take an empty batch
+                if loader.examples:  # some metrics do not accept an empty batch
                     metric.update(*predictions_and_target(name, target, capture.output(name), batch))
     values = reduce_averages([*losses, *means.values()])
-    own = len(losses)
-    found = dict(zip(means, values[own:], strict=True))
+    count = len(losses)
+    found = dict(zip(means, values[count:], strict=True))
     found |= {name: float(run.compute(metric)) for name, metric in objects.items()}
-    return {"loss": sum(values[:own]) if own else float("nan"), **{name: found[name] for name in metrics or {}}}
+    return {"loss": sum(values[:count]) if count else float("nan"), **{name: found[name] for name in metrics or {}}}
 
 
 def predict(
@@ -114,13 +115,13 @@ def predict(
     run: Run | None = None,
     **loader_options: Any,
 ) -> Any:
-    """`run.predict` of the given run; else of the run that is open, else of a new one."""
-    own: dict[str, Any] = {"fn": fn, "to": to, "resume": resume, "rows_per_file": rows_per_file, **loader_options}
-    return open_run(run, model).predict(model, dataset, global_batch=global_batch, **own)
+    """Calls `run.predict`. run: default: the open run, or a new one."""
+    options: dict[str, Any] = {"fn": fn, "to": to, "resume": resume, "rows_per_file": rows_per_file, **loader_options}
+    return open_run(run, model).predict(model, dataset, global_batch=global_batch, **options)
 
 
 def open_run(run: Run | None, model: Any) -> Run:
-    """The run to use: the given one, or the open one, or a new one, in which the model is then prepared."""
+    """Return the given run, otherwise the open run, otherwise a new run with the model prepared."""
     run = run if run is not None else session.current()
     if run is None:
         run = session.start()
@@ -129,45 +130,47 @@ def open_run(run: Run | None, model: Any) -> Run:
 
 
 def evaluation_loader(run: Run, dataset: Any, global_batch: int | None, options: Mapping[str, Any]) -> Loader:
-    """The loader for a data set, or the given evaluation loader. Raises SettingError for a training loader, and for
-    options of a loader that exists."""
+    """Return a loader for the data set, or the data set itself if it is an evaluation loader. Raises SettingError for a
+    training loader, and for loader options with an existing loader."""
     if isinstance(dataset, Loader):
         if dataset.train:
             raise SettingError(
-                f"evaluate: the loader {dataset.name!r} is one for training. Make one by run.loader(..., train=False)."
+                f"evaluate: the loader {dataset.name!r} is for training. Create one with run.loader(..., train=False)."
             )
         if "limit_batches" in options:
             raise SettingError(
-                f"the loader {dataset.name!r} is to be cut short (by limit_batches, fit's limit_val_batches or "
-                "fast_dev_run), and is there already. Give the data set in its place, or make the loader by "
+                f"the loader {dataset.name!r} should be limited (by limit_batches, fit's limit_val_batches or "
+                "fast_dev_run), but it exists already. Pass the data set instead, or create the loader with "
                 "run.loader(..., train=False, limit_batches=...)."
             )
         if options:
-            raise SettingError(f"evaluate: {min(options)!r} belongs to the loader, which is there already.")
+            raise SettingError(
+                f"evaluate: {min(options)!r} is an argument of run.loader, but the loader exists already."
+            )
         return dataset
     return run.loader(dataset, global_batch=global_batch, train=False, **options)
 
 
 def check_metrics(metrics: Any) -> None:
-    """Raises SettingError."""
+    """Raises SettingError unless `metrics` is None or a dict of name -> callable, without the name "loss"."""
     if metrics is None:
         return
     if not isinstance(metrics, Mapping) or not all(isinstance(n, str) and callable(f) for n, f in metrics.items()):
         raise SettingError(
-            "metrics: a dict of name -> function(outputs, batch) is needed, such as "
+            "metrics: pass a dict of name -> function(outputs, batch), such as "
             '{"accuracy": lambda outputs, batch: outputs.argmax(1) == batch[1]}.'
         )
     if "loss" in metrics:
-        raise SettingError('metrics: the name "loss" is that of loss_fn\'s result. Choose another one.')
+        raise SettingError('metrics: the name "loss" is taken by the result of loss_fn. Choose another name.')
 
 
 def _is_object(metric: Any) -> bool:
-    """Is it a torchmetrics metric, which keeps a state, and not a function of one batch?"""
+    """Is the metric a torchmetrics metric, which has state, and not a function of one batch?"""
     return all(callable(getattr(metric, method, None)) for method in ("update", "compute", "reset"))
 
 
 def _add(average: Average, name: str, value: Any, examples: int) -> None:
-    """Add what a metric function returned for a batch. Raises UsageError."""
+    """Add the result of a metric function for a batch. Raises UsageError if the result has an unsupported type."""
     if isinstance(value, Total):
         average.add_sum(value.sum, examples if value.count is None else value.count)
     elif isinstance(value, Tensor) and value.dim():
@@ -176,14 +179,14 @@ def _add(average: Average, name: str, value: Any, examples: int) -> None:
         average.add_mean(value, examples)
     else:
         raise UsageError(
-            f"the metric {name!r} returned a {type(value).__name__}. Return a tensor with an entry for each example, a "
+            f"the metric {name!r} returned a {type(value).__name__}. Return a tensor with one entry per example, a "
             "paceline.Total(sum, count), or a number that is the mean over the batch."
         )
 
 
 class _OutputCapture:
-    """Stands for the model in loss_fn, and keeps its last output. (A model that is compiled already would not call a
-    forward hook.)"""
+    """Replaces the model in loss_fn, and keeps the model's last output. (A forward hook would not work, because a
+    compiled model does not call it.)"""
 
     def __init__(self, model: Any) -> None:
         self._model, self._outputs = model, _NOTHING
@@ -199,10 +202,12 @@ class _OutputCapture:
         return self._model[key]
 
     def output(self, name: str) -> Any:
-        """The last output. Raises UsageError, for metric `name`, if loss_fn has not called the model."""
+        """The model's last output. Raises UsageError if loss_fn has not called the model. name: the metric, for the
+        error."""
         if self._outputs is _NOTHING:
             raise UsageError(
-                f"the metric {name!r} needs the model's outputs, but loss_fn did not call model(...) itself. "
-                "Let it, or compute the metric in a loop over run.loader(dataset, train=False) with run.ratio."
+                f"the metric {name!r} needs the model's outputs, but loss_fn did not call model(...). "
+                "Call it in loss_fn, or compute the metric in a loop over run.loader(dataset, train=False) with "
+                "run.ratio."
             )
         return self._outputs

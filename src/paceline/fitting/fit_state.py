@@ -1,4 +1,4 @@
-"""The state of a fit while it runs: what callbacks are handed, and what a checkpoint holds of it."""
+"""The state of a running fit, for callbacks and checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 from paceline.data.loader import Loader
 from paceline.errors import SettingError
 from paceline.fitting.fit_plan import Plan
@@ -21,16 +21,16 @@ from paceline.step.loss import parts_of
 
 
 class Fitting:
-    """A fit while it runs; callbacks are handed it.
+    """The state of a running fit. Callbacks receive it.
 
     Attributes:
-        run, model, optimizer, loader: those of the fit.
-        epoch: from 0.
+        run, model, optimizer, loader: the objects of the fit.
+        epoch: number of the epoch, from 0.
         loss: this process's last loss, a detached 0-dim tensor.
-        values: those of the epoch, once it is over; after an evaluation in mid-epoch, those of the evaluation.
-        history: those of all epochs.
-        forward_train_set: computes the loss of what an epoch trains on, once, not shuffled and in global batches, in
-            the mode in which the model is, without gradients; training is not disturbed. All processes call it.
+        values: at the end of an epoch, the epoch's values; after an evaluation in mid-epoch, the evaluation's values.
+        history: the values of all epochs.
+        forward_train_set: computes the loss once over the training data of an epoch, in global batches, not shuffled,
+            without gradients, in the model's current mode. It does not affect the training. Call it on all processes.
     """
 
     def __init__(
@@ -50,17 +50,17 @@ class Fitting:
         self._plan, self._callbacks, self._evaluation = plan, callbacks, evaluation
         self.forward_train_set = forward_train_set
         self._stop = False
-        self._recorded = 0  # epochs in the history when the current one began
+        self._recorded = 0  # number of epochs in the history at the start of the current epoch
         self._mean = Average(run.device)
         self._interval = plan.interval if isinstance(plan.interval, int) else None  # in steps of the run
-        self._part: int | None = None  # in steps of the epoch
+        self._part: int | None = None  # the interval in steps of the epoch
         if isinstance(plan.interval, float):
             self._part = self._part_of_epoch(plan.interval)
         if plan.best is not None:
             plan.best.reset()
 
     def stop(self) -> None:
-        """End the fit after this epoch. One process is enough."""
+        """End the fit after this epoch. A call on a single process is enough."""
         self._stop = True
 
     # --- checkpoints
@@ -75,7 +75,7 @@ class Fitting:
             self.run.restore(plan.checkpoints.directory, missing_ok=True)
 
     def before_save(self) -> None:
-        """Share the mean loss so far: rank 0 writes it. Collective."""
+        """Reduce the mean loss so far over all processes, so that rank 0 can write it. Collective."""
         reduce_averages([self._mean])
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,27 +89,27 @@ class Fitting:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.history.load_state_dict(state["history"])
         total, count, *rest = state["loss"]
-        self._mean.shared = total, count, rest[0] if rest else 0.0  # none in checkpoints of an earlier version
+        self._mean.shared = total, count, rest[0] if rest else 0.0  # missing in checkpoints of an earlier version
         if self.history.best_epoch is not None:
             self.history.best_path = self._plan.best_path
         if self._plan.best is not None and "best" in state:
             self._plan.best.load_state_dict(state["best"])
 
-    # --- the loop's own
+    # --- called by the loop
 
     def call(self, event: str) -> None:
-        """Tell the callbacks of an event."""
+        """Call the method `event` of each callback."""
         for callback in self._callbacks:
             getattr(callback, event)(self)
 
     def remaining(self) -> Iterator[int]:
-        """The epochs that are still to do."""
+        """Yield the remaining epochs, until the fit stops."""
         if self.history.stopped_early:
             return
         for epoch in self.run.epochs(self._plan.epochs):
             self.epoch, self._recorded = epoch, self.history.epochs
             if isinstance(self._plan.interval, float):
-                self._part = self._part_of_epoch(self._plan.interval)  # anew: the global batch may change
+                self._part = self._part_of_epoch(self._plan.interval)  # again: the global batch may change
             yield epoch
             if self._stop or self.history.stopped_early or self._plan.dry:
                 return
@@ -121,7 +121,7 @@ class Fitting:
             self._mean.add_mean(part, self.loader.examples if count is None else count)
 
     def end_step(self) -> bool:
-        """An update was made: what is due after it. Returns whether the fit stops early here, in mid-epoch."""
+        """After an update: evaluate and save if due. Returns whether the fit stops early, in mid-epoch."""
         self.call("on_step")
         if self._plan.interval is not None and self._is_due():
             self._evaluate({})
@@ -133,12 +133,13 @@ class Fitting:
         return False
 
     def end_epoch(self) -> None:
-        """Evaluate and record the epoch, keep the best model, move a schedule; all processes by rank 0's numbers."""
+        """Evaluate and record the epoch, keep the best model, advance a schedule per epoch, and save a checkpoint.
+        All processes use rank 0's values."""
         plan = self._plan
         values = {"loss": self._mean_loss()}
         known = self.history.evaluated_at(self.run.steps, self.epoch)
         if self._evaluation is None or known is not None:
-            self.values = collectives.broadcast_object({**values, **(known or {})})
+            self.values = world_group().broadcast({**values, **(known or {})})
         else:
             self._evaluate(values)
         self.history.add(self.values)
@@ -149,19 +150,20 @@ class Fitting:
         elif plan.per_epoch is not None:
             plan.per_epoch.step()
         self.call("on_epoch_end")
-        # Save a checkpoint of a whole epoch, and learn whether some process asked to stop.
-        self._stop = any(collectives.gather_objects(self._stop))
+        # Find out whether a process asked to stop. Then save a checkpoint of the whole epoch.
+        self._stop = any(world_group().gather(self._stop))
         if plan.checkpoints is not None:
             self._save(self.values)
 
     def _mean_loss(self) -> float:
-        """The mean loss over all examples (or what the loss counts) of the epoch, on all processes."""
+        """Return the epoch's mean loss over all examples (or over the loss's counts), on all processes. Starts a new
+        mean."""
         (value,) = reduce_averages([self._mean])
         self._mean = Average(self.run.device)
         return value
 
     def _evaluate(self, values: dict[str, float]) -> None:
-        """Evaluate, and record the scores. values: those of the epoch that are known already."""
+        """Evaluate, and record the scores. values: the values of the epoch that are already known."""
         with ExitStack() as contexts:
             for callback in self._callbacks:
                 contexts.enter_context(callback.evaluating(self))
@@ -172,10 +174,10 @@ class Fitting:
         scores = self._evaluation()
         self.values = values | {f"val_{name}": value for name, value in scores.items()}
         self.call("on_evaluate")
-        self.values = collectives.broadcast_object(self.values)
+        self.values = world_group().broadcast(self.values)
         evaluated = {name: value for name, value in self.values.items() if name != "loss"}
         self.history.add_evaluation(self.run.steps, self.epoch, evaluated)
-        self.run.log(evaluated)  # the loss is what every run shows by itself
+        self.run.log(evaluated)  # without the loss, which every run logs automatically
         if self._plan.monitor != "loss":
             self._update_best()
 
@@ -199,20 +201,21 @@ class Fitting:
         else:
             assert self._part is not None
             due = (self.loader.step + 1) % self._part == 0
-        return due and self.history.evaluated_at(steps, self.epoch) is None  # a step that was left out does not count
+        # A skipped update does not count as a step, so this step may have been evaluated already.
+        return due and self.history.evaluated_at(steps, self.epoch) is None
 
     def _part_of_epoch(self, part: float) -> int:
-        """Steps in this part of an epoch. Raises SettingError where the length of an epoch is not known."""
+        """The number of steps in this fraction of an epoch. Raises SettingError if the epoch's length is unknown."""
         try:
             return max(1, int(self.loader.steps * part))
         except TypeError as error:
             raise SettingError(
-                f"fit(val_check_interval={part}): the length of an epoch is not known, since the data have none. Say "
-                "after how many optimizer steps: val_check_interval=1000."
+                f"fit(val_check_interval={part}): the length of an epoch is not known, since the data have no "
+                "length. Pass a number of optimizer steps: val_check_interval=1000."
             ) from error
 
     def _save(self, values: Mapping[str, float]) -> None:
-        """Write a checkpoint. values: those that are known at this step."""
+        """Write a checkpoint. values: the values that are known at this step."""
         where, best = self._plan.checkpoints, self._plan.best
         assert where is not None
         self.run.save(

@@ -1,4 +1,4 @@
-"""What a fit keeps from epoch to epoch, in checkpoints too: its values, and which were the best."""
+"""The values of each epoch and evaluation of a fit, and the settings of its checkpoints."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from paceline.state.checkpoint import Scored, ranking
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where `fit` saves after each epoch, and resumes from when it is started again.
+    """The directory where `fit` saves a checkpoint after each epoch. At the next start, it resumes from the last one.
 
     Attributes:
         directory: on the machine of rank 0.
-        keep: how many of the newest checkpoints to leave there.
-        every: save in mid-epoch too, after each so many optimizer steps.
-        keep_best: how many more to leave there, the best ones by the value that `best` monitors.
-        background: train on while a checkpoint is written, as `run.save(background=True)` does. All are on the disk
-            when `fit` returns.
+        keep: the number of newest checkpoints to keep.
+        every: also save in mid-epoch, every N optimizer steps.
+        keep_best: also keep this number of best checkpoints, judged by the value that `best` monitors.
+        background: continue training while a checkpoint is written, as in `run.save(background=True)`. All checkpoints
+            are on disk when `fit` returns.
     """
 
     directory: str | Path
@@ -35,23 +35,24 @@ class Checkpoints:
             if value is not None:
                 check_whole("Checkpoints", name, value)
         if not isinstance(self.background, bool):
-            raise SettingError(f"Checkpoints(background={self.background!r}): True or False is needed.")
+            raise SettingError(f"Checkpoints(background={self.background!r}): pass True or False.")
 
     def ranking(self, mode: str = "min") -> list[Scored]:
-        """The checkpoints there that have a value of what is monitored: (score, step, path), best first. Their paths
-        are what `run.restore` and `paceline export` take. On the machine of rank 0."""
+        """(score, step, path) of each checkpoint with a score, best first. The path is for `run.restore` or
+        `paceline export`. Call it on the machine of rank 0."""
         return ranking(self.directory, mode)
 
 
 class History(Mapping[str, list[float]]):
-    """The values of each epoch: `history["loss"][0]` is the mean loss of the first; "val_loss", and "val_" with the
-    name of a metric, are those of `evaluate_on`. The same on every process, and restored with a checkpoint.
+    """The values of each epoch: `history["loss"][0]` is the mean loss of the first epoch. "val_loss", and "val_" with
+    the name of a metric, come from `evaluate_on`. Every process has the same history. Checkpoints store and restore it.
 
     Attributes:
-        evaluations: the values of each evaluation, in mid-epoch too: {"step": 40, "epoch": 1, "val_loss": ...}.
-        best_epoch, best_step, best_value: of the monitored value; the step counts all updates of the run.
+        evaluations: the values of each evaluation, also in mid-epoch: {"step": 40, "epoch": 1, "val_loss": ...}.
+        best_epoch, best_step, best_value: the best monitored value, and its epoch and step. The step counts all updates
+            of the run.
         best_path: the file of the best model, or None.
-        stopped_early: did the patience run out?
+        stopped_early: whether `Best.patience` ended the fit.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class History(Mapping[str, list[float]]):
         return iter(self._values)
 
     def __len__(self) -> int:
-        """How many values an epoch has; `epochs` says how many epochs there were."""
+        """The number of values per epoch. `epochs` is the number of epochs."""
         return len(self._values)
 
     def __repr__(self) -> str:
@@ -78,12 +79,12 @@ class History(Mapping[str, list[float]]):
 
     @property
     def history(self) -> dict[str, list[float]]:
-        """The same as a plain dict (Keras has this name for it)."""
+        """The values as a plain dict (Keras's name for it)."""
         return {name: list(values) for name, values in self._values.items()}
 
     @property
     def epochs(self) -> int:
-        """How many epochs there were."""
+        """The number of epochs."""
         return len(self._values.get("loss", ()))
 
     def add(self, values: Mapping[str, float]) -> None:
@@ -94,7 +95,7 @@ class History(Mapping[str, list[float]]):
         self.evaluations.append({"step": step, "epoch": epoch, **values})
 
     def evaluated_at(self, step: int, epoch: int) -> dict[str, float] | None:
-        """The values of the last evaluation, if it was made at this step of this epoch."""
+        """The values of the last evaluation, if it belongs to this step of this epoch."""
         last = self.evaluations[-1] if self.evaluations else {}
         if (last.get("step"), last.get("epoch")) != (step, epoch):
             return None

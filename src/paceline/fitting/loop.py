@@ -1,7 +1,7 @@
 """fit: the ready-made loop. The checks of its arguments are in fit_plan.py, its state in fit_state.py.
 
-The mean loss of an epoch is exact and costs no wait for the device: losses stay tensors, are added on the device, and
-are summed over the processes once, at the end of the epoch or when a checkpoint is written in the middle of it.
+The mean loss of an epoch is exact and never waits for the device: losses stay tensors, are added on the device, and are
+summed over the processes once, at the end of the epoch or at a checkpoint in mid-epoch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import notebook, session
 from paceline.data.loader import Loader
-from paceline.data.sources import DATALOADER_OPTIONS, OWN_ARGUMENTS
+from paceline.data.sources import DATALOADER_OPTIONS, PACELINE_ARGUMENTS
 from paceline.errors import SettingError, suggest
 from paceline.fitting.best import Best
 from paceline.fitting.callbacks import Callback
@@ -59,33 +59,36 @@ def fit(
 
     Args:
         model, loss_fn: loss_fn(model, batch) returns a loss, as for `run.forward_backward`. None: the loss that the
-            model computes itself, model(**batch).loss, as Hugging Face's do. A mean over labels, such as tokens, is
-            weighted by those that are not -100; where what it is a mean over is not known, fit says so.
-        train_set: a data set; shuffled anew in each epoch, unless shuffle=False or a sampler is among the options.
-        optimizer: of the model's parameters. Everything is prepared here, or was before.
-        global_batch: examples of one optimizer step, over all devices; {0: 64, 4: 128} is 128 from epoch 4 on.
-        epochs: how many in all, those before a restart, and earlier ones of this run, included.
-        scheduler: moved after each optimizer step; PerEpoch(scheduler) after each epoch; ReduceLROnPlateau too, with
-            the value that `best` monitors, or else "val_loss", or without evaluate_on "loss".
-        evaluate_on: a data set, or an evaluation loader, that `evaluate` goes through after each epoch: its values are
-            "val_loss" and, for each of `metrics` (see there, also for `target`), "val_" and its name.
-        val_check_interval: evaluate in mid-epoch too, after each so many optimizer steps of the run (an int) or such a
-            part of an epoch (a float, such as 0.25).
-        limit_train_batches, limit_val_batches: use at most so many global batches of an epoch, and of an evaluation (an
-            int), or this part of them (a float).
-        fast_dev_run: a dry run: one epoch of one global batch (True) or of so many, and as many of `evaluate_on`. It
-            reads and writes no checkpoints and no best model.
+            model computes, model(**batch).loss, as in Hugging Face's models. A mean over labels, such as tokens, is
+            weighted by the number of labels other than -100. If fit cannot determine the weight of the loss, it
+            warns or raises an error.
+        train_set: a data set. It is reshuffled in each epoch, unless the options include shuffle=False or a sampler.
+        optimizer: an optimizer of the model's parameters. fit prepares everything that is not yet prepared.
+        global_batch: examples per optimizer step, over all devices. {0: 64, 4: 128} means 128 from epoch 4 on.
+        epochs: the total number, including epochs before a restart and earlier epochs of this run.
+        scheduler: advanced after each optimizer step. PerEpoch(scheduler) and ReduceLROnPlateau are advanced after each
+            epoch. ReduceLROnPlateau gets the value that `best` monitors (default "val_loss", or "loss" without
+            evaluate_on).
+        evaluate_on: a data set, or an evaluation loader, to evaluate after each epoch. The values are "val_loss" and,
+            for each of `metrics`, "val_" and its name. For `metrics` and `target`, see `evaluate`.
+        val_check_interval: also evaluate in mid-epoch, every N optimizer steps of the run (int) or every fraction of an
+            epoch (float, such as 0.25).
+        limit_train_batches, limit_val_batches: use at most this number (int) or fraction (float) of the global batches
+            in each epoch, and in each evaluation.
+        fast_dev_run: a dry run: one epoch of one global batch (True) or of N (int), also for `evaluate_on`. It reads
+            and writes no checkpoints and no best model.
         max_grad_norm: clip the gradients' 2-norm to this.
-        checkpoints: a directory, or Checkpoints(directory, keep, every): saved after each epoch, and if there is one
-            already, training goes on from it, in mid-epoch too.
+        checkpoints: a directory, or Checkpoints(directory, keep, every). fit saves a checkpoint there after each epoch.
+            If the directory contains a checkpoint already, training resumes from it, also in mid-epoch.
         best: Best(monitor, mode, patience, path): keep the best model, and stop early.
         callbacks: see `Callback`.
-        run: else the one that is open, else a new one, by paceline.start().
-        loader_options: micro_batch, shuffle, sampler, num_workers, collate_fn and so on, as of `run.loader`. What says
-            how to read (micro_batch, workers, collate_fn) is used for `evaluate_on` too.
+        run: default: the open run, or a new one from paceline.start().
+        loader_options: micro_batch, shuffle, sampler, num_workers, collate_fn and so on, as in `run.loader`. The
+            options for reading (micro_batch, workers, collate_fn) also apply to `evaluate_on`.
 
-    A model in evaluation mode is put into training mode; single modules of it (a frozen batch norm) stay as they are.
-    Raises SettingError for arguments that cannot be, and what the calls of a loop raise.
+    If the model is in evaluation mode, fit puts it into training mode, with all submodules. If it is in training mode,
+    submodules in evaluation mode (such as a frozen batch norm) stay in evaluation mode. Raises SettingError for invalid
+    arguments, and the errors of run.forward_backward, run.step and the other calls of the loop.
     """
     # Phase 1: prepare everything, and restore it from the last checkpoint.
     _check(model, loss_fn, loader_options, metrics)
@@ -127,7 +130,7 @@ def fit(
         )
         raise
 
-    # Phase 3: the end.
+    # Phase 3: finish.
     fitting.call("on_end")
     run.wait_for_save()
     return fitting.history
@@ -145,26 +148,26 @@ def _forward_pass(
 def _once_more(
     run: Run, train_set: Any, name: str, options: Mapping[str, Any], limit: Limit, global_batch: int | None
 ) -> Loader:
-    """A loader that goes through what an epoch trains on, without disturbing the training. It is not shuffled. It is
-    made once and has a name of its own, so that dropout draws the same in each pass, also after a restart."""
+    """Return a loader that reads an epoch's training data again, not shuffled, without affecting the training. It is
+    created once and has a separate name, so that dropout draws the same numbers in each pass, also after a restart."""
     kept = {key: value for key, value in options.items() if key not in ("shuffle", "shuffle_buffer", "name")}
     if options.get("batch_sampler") is not None:
-        global_batch = None  # the sampler makes them
+        global_batch = None  # the batch sampler makes the batches
     kept |= {"name": f"{name} again", "global_batch": global_batch, "limit_batches": limit}
     return run.loader(train_set, train=False, **kept)
 
 
-_own: Run | None = None  # the last run that fit started itself
+_started: Run | None = None  # the last run that fit has started
 
 
 def _run(given: Run | None) -> Run:
-    """The given run; or the open one, if the script started it; or else a new one."""
-    global _own
+    """Return the given run, otherwise the open run if the script started it, otherwise a new run."""
+    global _started
     if given is not None:
         return given
     found = session.current()
-    if found is None or found is _own:
-        found = _own = session.start()
+    if found is None or found is _started:
+        found = _started = session.start()
     return found
 
 
@@ -174,25 +177,25 @@ def _check(model: Any, loss_fn: Any, options: Mapping[str, Any], metrics: Any) -
         raise SettingError(f"fit: {wrong}")
     if not isinstance(model, nn.Module):
         raise SettingError(
-            f"fit(model={type(model).__name__}): it trains one torch.nn.Module. For several models write the loop, "
+            f"fit(model={type(model).__name__}): fit trains one torch.nn.Module. For several models write the loop, "
             "with run.forward_backward and run.step."
         )
-    known = (DATALOADER_OPTIONS | OWN_ARGUMENTS) - {"train", "limit_batches"}
+    known = (DATALOADER_OPTIONS | PACELINE_ARGUMENTS) - {"train", "limit_batches"}
     for name in options:
-        if name not in known and name != "batch_size":  # for which the loader has an answer of its own
-            own = {name for name, p in inspect.signature(fit).parameters.items() if p.kind is p.KEYWORD_ONLY}
-            raise SettingError(f"fit has no argument {name!r}. {suggest(name, known | own)}")
+        if name not in known and name != "batch_size":  # the loader has an error message for batch_size
+            named = {name for name, p in inspect.signature(fit).parameters.items() if p.kind is p.KEYWORD_ONLY}
+            raise SettingError(f"fit has no argument {name!r}. {suggest(name, known | named)}")
     check_metrics(metrics)
 
 
 def _training(global_batch: int | Mapping[int, int], options: Mapping[str, Any], limit: Limit) -> dict[str, Any]:
     """The options of the training loader."""
-    own_order = any(options.get(name) is not None for name in ("sampler", "batch_sampler"))
-    made = {"shuffle": not own_order, "global_batch": global_batch, "limit_batches": limit, **options}
+    custom_order = any(options.get(name) is not None for name in ("sampler", "batch_sampler"))
+    made = {"shuffle": not custom_order, "global_batch": global_batch, "limit_batches": limit, **options}
     return {**made, "global_batch": None} if options.get("batch_sampler") is not None else made
 
 
 def _reading(options: Mapping[str, Any], limit: Limit) -> dict[str, Any]:
-    """The options of the evaluation loader: of the training loader's those that say how to read, and the limit."""
+    """The options of the evaluation loader: the training loader's options for reading, and the limit."""
     reading = {name: value for name, value in options.items() if name in DATALOADER_OPTIONS or name == "micro_batch"}
     return reading if limit is None else {**reading, "limit_batches": limit}

@@ -1,10 +1,10 @@
 """lr_find: a learning-rate range test (L. Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, section
-3.3), on copies of the model and the optimizer, in a run of its own. So nothing of the script has to be put back.
+3.3), on copies of the model and the optimizer, in a separate run. So the script's objects stay unchanged.
 
 1. Copy model and optimizer together, start a run, prepare the copies.
-2. Train: the learning rate grows from step to step by a constant factor. Note the loss of each global batch, smoothed.
-   End where it is several times the best one, or not finite.
-3. Close the run, and put the random generators back.
+2. Train. The learning rate grows from step to step by a constant factor. Record the loss of each global batch, and the
+   smoothed loss. Stop when the smoothed loss is several times its minimum, or not finite.
+3. Close the run, and restore the random generators.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from paceline.fitting.model_loss import ModelLoss, used_columns
 from paceline.fitting.trial_run import trial_run
 from paceline.run import Run
 
-_SMOOTHING = 0.98  # of the running mean of the losses, whose beginning is corrected as Adam's is
-_SKIPPED = 10  # steps at the beginning that are not suggested: the smoothed loss has not settled
-_DIVERGED = 4.0  # times the best smoothed loss
+_SMOOTHING = 0.98  # decay of the running mean of the losses, which is bias-corrected as in Adam
+_SKIPPED = 10  # number of first steps that are never suggested, because the smoothed loss is still unstable
+_DIVERGED = 4.0  # stop if the smoothed loss exceeds this multiple of its minimum
 
 
 @dataclass(frozen=True)
 class LearningRates:
-    """What `lr_find` has seen, the same on every process. Of an optimizer with several groups the rates are the first
-    one's; the others keep their proportion to it."""
+    """The result of `lr_find`, the same on every process. With several parameter groups, `lrs` are the rates of the
+    first group. The other groups' rates keep their ratio to it."""
 
-    lrs: list[float]  # of each step
-    losses: list[float]  # of each step's global batch
-    smoothed: list[float]  # their running mean
+    lrs: list[float]  # the learning rate of each step
+    losses: list[float]  # the loss of each step's global batch
+    smoothed: list[float]  # the running mean of the losses at each step
 
     @property
     def suggestion(self) -> float | None:
-        """The rate where the smoothed loss falls most steeply over the logarithm of the rate; None where too few steps
-        were made to tell, or it never falls."""
+        """The rate at the steepest fall of the smoothed loss, plotted over the logarithm of the rate. None if there are
+        too few steps, or if the loss never falls."""
         slopes = [(after - before) / 2 for before, after in zip(self.smoothed, self.smoothed[2:], strict=False)]
         known = [(slope, step) for step, slope in enumerate(slopes, start=1) if step >= _SKIPPED and slope < 0]
         return self.lrs[min(known)[1]] if known else None
@@ -58,24 +58,25 @@ def lr_find(
     settings: dict[str, Any] | None = None,
     **loader_options: Any,
 ) -> LearningRates:
-    """Which learning rates make the loss fall: trains a copy of the model while the rate grows from min_lr to max_lr.
+    """Finds learning rates that reduce the loss: trains a copy of the model while the rate grows from min_lr to max_lr.
 
     Args:
         model, loss_fn, train_set, optimizer, global_batch, loader_options: as for `fit`. The model, the optimizer and
-            the random generators stay as they are. A copy of the model and of the optimizer's state takes memory.
-        steps: how many global batches; several epochs where one has fewer.
-        settings: arguments of paceline.start for the run that it makes, such as {"strategy": "fsdp"}.
+            the random generators stay unchanged. The copies of model and optimizer state take memory.
+        steps: number of global batches to train on. If an epoch is shorter, more epochs follow.
+        settings: arguments of paceline.start for the separate run, such as {"strategy": "fsdp"}.
 
-    Call it before paceline.start(), on every process. It sets no learning rate: `.suggestion` is one to look at, beside
-    the curve of `.lrs` and `.smoothed`. Raises SettingError for arguments that cannot be, UsageError in an open run.
+    Call it before paceline.start(), on every process. It does not set the optimizer's learning rate. Check
+    `.suggestion` against the curve of `.lrs` and `.smoothed`. Raises SettingError for invalid arguments, and UsageError
+    if a run is open.
     """
     if not (isinstance(min_lr, (int, float)) and isinstance(max_lr, (int, float)) and 0 < min_lr < max_lr < math.inf):
-        raise SettingError(f"lr_find(min_lr={min_lr!r}, max_lr={max_lr!r}): 0 < min_lr < max_lr is needed.")
+        raise SettingError(f"lr_find(min_lr={min_lr!r}, max_lr={max_lr!r}): pass rates with 0 < min_lr < max_lr.")
     check_whole("lr_find", "steps", steps, least=2)
     if loss_fn is None:
         loss_fn, train_set = ModelLoss(), used_columns(train_set, model)
     rates = [min_lr * (max_lr / min_lr) ** (step / (steps - 1)) for step in range(steps)]
-    # A gradient that is not finite ends the test, and is no error.
+    # A non-finite gradient ends the test without an error.
     with trial_run("lr_find", model, optimizer, {"nonfinite": "skip", **(settings or {})}) as (run, copied, optimizer):
         return _range_test(run, copied, optimizer, loss_fn, train_set, global_batch, rates, loader_options)
 
@@ -90,15 +91,15 @@ def _range_test(
     rates: list[float],
     options: dict[str, Any],
 ) -> LearningRates:
-    """Phase 2."""
+    """Phase 2: train while the learning rate grows."""
     run.prepare(model, optimizer)
     model.train()
-    own_order = options.get("sampler") is not None
-    loader = run.loader(train_set, **{"global_batch": global_batch, "shuffle": not own_order, **options})
+    custom_order = options.get("sampler") is not None
+    loader = run.loader(train_set, **{"global_batch": global_batch, "shuffle": not custom_order, **options})
     found = LearningRates([], [], [])
     shares = _shares(optimizer)
     running, top, count = 0.0, 0.0, 0.0
-    for batch in (batch for _ in run.epochs(1 << 30) for batch in loader):  # of as many epochs as are needed
+    for batch in (batch for _ in run.epochs(1 << 30) for batch in loader):  # over any number of epochs
         if not top and not count:
             for group, share in zip(optimizer.param_groups, shares, strict=True):
                 group["lr"] = rates[len(found.lrs)] * share
@@ -107,7 +108,7 @@ def _range_test(
         if float(examples):
             top, count = top + float(loss) * float(examples), count + float(examples)
         if not run.step(optimizer):
-            continue  # of several micro-batches
+            continue  # the global batch has more micro-batches
         value, top, count = run.ratio(top, count), 0.0, 0.0
         running = _SMOOTHING * running + (1 - _SMOOTHING) * value
         smooth = running / (1 - _SMOOTHING ** (len(found.lrs) + 1))
@@ -122,12 +123,12 @@ def _range_test(
 
 
 def _shares(optimizer: torch.optim.Optimizer) -> list[float]:
-    """The rate of each group over the first group's. Raises SettingError where that one is 0."""
-    # A scheduler keeps the rates that the optimizer was given there, and with a warm-up the present ones may be 0.
+    """The rate of each group divided by the first group's. Raises SettingError if the first group's rate is 0."""
+    # A scheduler stores the initial rates in "initial_lr". With a warm-up, the current rates may be 0.
     rates = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     if not rates[0]:
         raise SettingError(
-            f"lr_find: the first of the optimizer's {len(rates)} parameter groups has lr=0, and the rates of the "
-            "others are to keep their proportion to it. Give it a rate above 0."
+            f"lr_find: the first of the optimizer's {len(rates)} parameter groups has lr=0, but the rates of the "
+            "other groups are set in proportion to it. Give it a rate above 0."
         )
     return [rate / rates[0] for rate in rates]

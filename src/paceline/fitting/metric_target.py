@@ -1,4 +1,4 @@
-"""What a metric of torchmetrics is updated with: predictions and targets, out of a model's output and a batch."""
+"""The inputs of a torchmetrics metric: predictions and targets, from a model's output and a batch."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from paceline.errors import SettingError, UsageError, suggest
 from paceline.fitting.model_loss import field_of
 
 Target = str | Callable[[Any, Any], tuple[Any, Any]] | None
-"""A name in the batch; a function of (outputs, batch) that returns (predictions, targets); None: the usual places."""
+"""A name in the batch; a function of (outputs, batch) that returns (predictions, targets); None: the usual names."""
 
 
 def check_target(target: Any) -> None:
-    """Raises SettingError."""
+    """Raises SettingError unless `target` is a name, a function or None."""
     if target is not None and not isinstance(target, str) and not callable(target):
         raise SettingError(
-            f"target={target!r}: the name of the targets in the batch, such as 'labels', or a function of (outputs, "
-            "batch) that returns (predictions, targets), is needed."
+            f"target={target!r}: pass the name of the targets in the batch, such as 'labels', or a function of "
+            "(outputs, batch) that returns (predictions, targets)."
         )
 
 
 def predictions_and_target(name: str, target: Target, outputs: Any, batch: Any) -> tuple[Any, Any]:
-    """(predictions, targets) for metric `name`. Raises UsageError where they are not in the usual places."""
+    """Return (predictions, targets) for the metric `name`. Raises UsageError if they cannot be found."""
     if callable(target):
         found = target(outputs, batch)
         if not isinstance(found, tuple) or len(found) != 2:
             raise UsageError(
-                f"target returned a {type(found).__name__} for the metric {name!r}: (predictions, targets) is needed."
+                f"target returned a {type(found).__name__} for the metric {name!r}. Return (predictions, targets)."
             )
         return found
     key = "labels" if target is None else target
     if isinstance(batch, Mapping):
         if key not in batch:
-            raise UsageError(f"the metric {name!r} needs target={key!r} of the batch. {suggest(key, map(str, batch))}")
+            raise UsageError(f"the metric {name!r} needs {key!r} in the batch. {suggest(key, map(str, batch))}")
         return _predictions(name, outputs), batch[key]
     if target is not None:
         raise UsageError(
-            f"target={target!r} for the metric {name!r}: the batch is a {type(batch).__name__}, and has no names. "
-            "Give a function: target=lambda outputs, batch: (outputs, batch[1])."
+            f"target={target!r} for the metric {name!r}: the batch is a {type(batch).__name__}, which has no names. "
+            "Pass a function: target=lambda outputs, batch: (outputs, batch[1])."
         )
     return _predictions(name, outputs), batch[1]
 
@@ -53,6 +53,6 @@ def _predictions(name: str, outputs: Any) -> Any:
         return logits
     what = f"a dict with {', '.join(map(str, outputs))}" if isinstance(outputs, Mapping) else type(outputs).__name__
     raise UsageError(
-        f"the metric {name!r}: the model returned {what}, and which of it are the predictions is not known. Say so: "
-        "target=lambda outputs, batch: (outputs[...], batch[...])."
+        f"the metric {name!r}: the model returned {what}, and Paceline does not know which part contains the "
+        "predictions. Pass target=lambda outputs, batch: (outputs[...], batch[...])."
     )

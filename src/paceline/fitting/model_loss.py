@@ -1,9 +1,10 @@
-"""The loss that a model computes itself, as those of Hugging Face do: `fit(model, None, ...)`.
+"""The loss that a model computes itself, as Hugging Face's models do: `fit(model, None, ...)`.
 
-The model is called as model(**batch), and its output has .loss. How much it weighs in the global batch depends on what
-it is a mean over. Of whole-number labels those count that are not -100: the classes of the examples, or tokens,
-which a causal language model shifts by one. Which of these it is, no name tells for sure. So the mean over each is
-computed once, from the first batch's logits, and compared with the loss: a weight that is used is one that was checked.
+The model is called as model(**batch), and its output has .loss. The weight of a loss in the global batch is the number
+of items that the loss averages over. With integer labels, these are the labels other than -100: one class per example,
+or one per token. A causal language model shifts its labels by one token. No name in the model reliably distinguishes
+these cases. So ModelLoss computes the mean for each case from the first batch's logits, and compares it with the loss.
+It uses a weight only after this check.
 """
 
 from __future__ import annotations
@@ -22,95 +23,100 @@ from paceline.metrics.predict import LABELS
 from paceline.step.loss import Total
 
 IGNORED = -100
-"""The label that a loss leaves out, in PyTorch and in Hugging Face's collators."""
-_TOLERANCE = 2e-2  # relative, between the model's loss and ours: logits may be of a lower precision
-_FARTHER = 10.0  # times as far from the loss as the nearest mean must the other be, for the nearest to be the one
-_ROUNDING = 1e-5  # relative: a nearest mean is taken to be at least so far from the loss
+"""The label that losses ignore, in PyTorch and in Hugging Face's collators."""
+_TOLERANCE = 2e-2  # relative, between the model's loss and our mean: logits may have a lower precision
+_FARTHER = 10.0  # accept the nearest mean only if the other is at least this many times as far from the loss
+_ROUNDING = 1e-5  # relative; lower bound for the distance of the nearest mean
 
 
 class ModelLoss:
-    """loss_fn(model, batch) for a model that computes its loss: with the count of what it is a mean over, if known."""
+    """loss_fn(model, batch) for a model that computes its loss. Returns the loss, with the count that it averages over
+    if that is known."""
 
     def __init__(self) -> None:
-        self._shift: int | None = None  # by how many places labels are shifted; None: not known yet
+        self._shift: int | None = None  # number of positions that labels are shifted by; None: not known yet
         self._warned = False
 
     def __call__(self, model: Any, batch: Any) -> Total | Tensor:
         loss, logits = _loss_and_logits(model, batch)
         labels = batch.get("labels")
         if isinstance(labels, Tensor) and labels.is_floating_point():
-            return loss  # of a regression, or of classes that do not exclude each other: a mean over the examples
+            return loss  # regression, or classes that are not exclusive: a mean over the examples
         if not isinstance(labels, Tensor) or not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:
-            self._tell(labels)
+            self._warn_once(labels)
             return loss
         shift = self._shift
         if shift is None:
             shift = self._find_shift(loss.detach(), logits.detach(), labels)
         count = (labels[..., shift:] != IGNORED).sum()
-        # The mean over nothing is NaN, and left out.
+        # If no label counts, the loss is NaN. Leave it out.
         return Total(torch.where(count > 0, loss, 0.0) * count, count)
 
     def _find_shift(self, loss: Tensor, logits: Tensor, labels: Tensor) -> int:
-        """By how many places the model shifts the labels of its loss. Raises UsageError where the loss is no mean over
-        the labels. It waits for the device, until it has found out: usually in the first step. (Of an untrained model
-        the two means are close to each other, and both to the loss.)"""
+        """The number of positions that the model shifts its labels by. Raises UsageError if the loss is not a mean over
+        the labels.
+
+        Waits for the device, so it is called only until the answer is certain, usually in the first step. (For an
+        untrained model, both means are close to each other and to the loss.)
+        """
         means = {shift: _mean(logits, labels, shift) for shift in ((0, 1) if labels.dim() > 1 else (0,))}
         if all(mean != mean for mean in means.values()):
-            return 0  # no label counts: the next batch will tell
+            return 0  # no label counts: decide in the next batch
         value = loss.item()
         if not math.isfinite(value):
-            return 0  # tells nothing, and the update is left out, or ends the run
-        apart = {shift: abs(mean - value) for shift, mean in means.items() if mean == mean}
-        nearest = min(apart, key=lambda shift: apart[shift])
-        if apart[nearest] > _TOLERANCE * max(abs(value), 1e-3):
-            told = " or ".join(f"{mean:.4g}" for mean in means.values())
+            return 0  # decide in a later batch; the update is skipped, or ends the run
+        distances = {shift: abs(mean - value) for shift, mean in means.items() if mean == mean}
+        nearest = min(distances, key=lambda shift: distances[shift])
+        if distances[nearest] > _TOLERANCE * max(abs(value), 1e-3):
+            listed = " or ".join(f"{mean:.4g}" for mean in means.values())
             raise UsageError(
-                f"loss_fn=None: the model's own loss is {value:.4g}, and the mean of the cross-entropy over its labels "
-                f"{told}. So what the loss is a mean over is not known (it has further terms, class weights or label "
-                "smoothing), nor what it weighs in the global batch. Say it: "
+                f"loss_fn=None: the model's own loss is {value:.4g}, but the mean cross-entropy over its labels is "
+                f"{listed}. So Paceline does not know what the loss averages over (it may have further terms, class "
+                "weights or label smoothing), nor its weight in the global batch. Pass "
                 "loss_fn=lambda model, batch: model(**batch).loss if it is a mean over the examples, or return "
                 "paceline.Total(sum, count)."
             )
-        least = _FARTHER * max(apart[nearest], _ROUNDING * abs(value))
-        if all(distance > least for shift, distance in apart.items() if shift != nearest):
+        least = _FARTHER * max(distances[nearest], _ROUNDING * abs(value))
+        if all(distance > least for shift, distance in distances.items() if shift != nearest):
             self._shift = nearest
         return nearest
 
-    def _tell(self, labels: Any) -> None:
+    def _warn_once(self, labels: Any) -> None:
         if self._warned:
             return
         self._warned = True
-        what = "the batch has no 'labels'" if labels is None else "its logits have another shape than its labels"
+        reason = "the batch has no 'labels'" if labels is None else "its logits and labels have different shapes"
         warn(
-            f"loss_fn=None: what the model's own loss is a mean over is not known ({what}). It counts as a mean over "
-            "the examples, which is exact if it is one. Else give a loss_fn that returns paceline.Total(sum, count).",
+            f"loss_fn=None: Paceline does not know what the model's own loss averages over ({reason}). It treats the "
+            "loss as a mean over the examples. If it is not, pass a loss_fn that returns paceline.Total(sum, count).",
         )
 
 
 def _loss_and_logits(model: Any, batch: Any) -> tuple[Tensor, Any]:
     if not isinstance(batch, Mapping):
         raise UsageError(
-            f"loss_fn=None is the model's own loss, model(**batch).loss, and the batch is a {type(batch).__name__}. "
-            "Give a collate_fn that makes dicts, as those of Hugging Face, or a loss_fn."
+            f"loss_fn=None uses the model's own loss, model(**batch).loss, but the batch is a {type(batch).__name__}. "
+            "Pass a collate_fn that makes dicts, such as Hugging Face's, or a loss_fn."
         )
     outputs = model(**batch)
     loss = field_of(outputs, "loss")
     if not isinstance(loss, Tensor):
         raise UsageError(
-            f"loss_fn=None is the model's own loss, and {type(model).__name__} returned none for a batch with "
-            f"{', '.join(map(str, batch))}. Give it the labels that its loss needs, or a loss_fn."
+            f"loss_fn=None uses the model's own loss, but {type(model).__name__} returned no loss for a batch with "
+            f"the keys {', '.join(map(str, batch))}. Add the labels that its loss needs, or pass a loss_fn."
         )
     return loss, field_of(outputs, "logits")
 
 
 def field_of(outputs: Any, name: str) -> Any:
-    """The field of an output that is a dict, or has attributes; None where there is none."""
+    """A field of a model's output, which is a dict or has attributes. None if there is no such field."""
     return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
 
 
 @torch.no_grad()
 def _mean(logits: Tensor, labels: Tensor, shift: int) -> float:
-    """The mean cross-entropy over the labels that count, row by row: in float32 all logits at once can be gigabytes."""
+    """The mean cross-entropy over the labels that count, computed row by row: all logits in float32 could take
+    gigabytes."""
     top, count = 0.0, 0
     for row, wanted in zip(logits, labels, strict=True):
         if shift:
@@ -124,14 +130,14 @@ def _mean(logits: Tensor, labels: Tensor, shift: int) -> float:
 
 
 def used_columns(dataset: Any, model: nn.Module) -> Any:
-    """A data set of Hugging Face's `datasets` without the columns that the model's forward does not take, such as the
-    text, which no collator makes a tensor of. Anything else as it is."""
+    """Remove the columns of a Hugging Face `datasets` data set that the model's forward does not accept, such as text,
+    which no collator can turn into a tensor. Returns other data sets unchanged."""
     names, remove = getattr(dataset, "column_names", None), getattr(dataset, "remove_columns", None)
     if not isinstance(names, list) or not callable(remove):
         return dataset
     base: Any = model
     if hasattr(model, "get_base_model"):
-        base = base.get_base_model()  # a PEFT model takes *args, **kwargs
+        base = base.get_base_model()  # the forward of a PEFT model takes only *args, **kwargs
     taken = {*inspect.signature(base.forward).parameters, *LABELS}
     unused = [name for name in names if name not in taken]
     return remove(unused) if unused and len(unused) < len(names) else dataset

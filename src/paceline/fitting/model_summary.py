@@ -21,10 +21,10 @@ class LayerSummary:
     name: str  # as in named_modules; "" is the model itself
     kind: str  # its class
     depth: int  # 0 is the model
-    trainable: int  # parameters of its own, without its children's, that are trained
-    frozen: int  # and that are not
-    output: str | None = None  # the shape of its output, or of each tensor in it; None: it was not called
-    calls: int = 0  # how often its forward was called
+    trainable: int  # number of trainable parameters, without its children's
+    frozen: int  # number of frozen parameters, without its children's
+    output: str | None = None  # shape of its output, or of each tensor in the output; None: it was not called
+    calls: int = 0  # number of calls of its forward
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class Summary:
 
     Attributes:
         layers: a LayerSummary for each module, in the order of named_modules.
-        trainable, frozen: parameters; one that several modules share counts once.
-        parameter_bytes, buffer_bytes: what they take in memory.
+        trainable, frozen: number of parameters; a shared parameter counts once.
+        parameter_bytes, buffer_bytes: size of the parameters and of the buffers in memory.
+        depth: depth of the table.
     """
 
     layers: list[LayerSummary]
@@ -46,7 +47,7 @@ class Summary:
 
     @property
     def parameters(self) -> int:
-        """Trainable and frozen ones."""
+        """Number of parameters, trainable and frozen."""
         return self.trainable + self.frozen
 
     def __str__(self) -> str:
@@ -69,34 +70,34 @@ class Summary:
         return "\n".join([lines[0], rule, *lines[1:], rule, total, memory])
 
     def _below(self, layer: LayerSummary) -> Iterator[LayerSummary]:
-        """The layer, and those within it."""
+        """The layer, and the layers inside it."""
         inside = f"{layer.name}." if layer.name else ""
         return (one for one in self.layers if one is layer or one.name.startswith(inside))
 
 
 def summary(model: nn.Module, batch: Any = None, *, depth: int = 3) -> Summary:
-    """The layers of a model, with the parameters of each, trainable and frozen: print(paceline.summary(model)).
+    """Lists the layers of a model, with their trainable and frozen parameters: print(paceline.summary(model)).
 
     Args:
-        model: before `prepare`, while it is whole: a strategy may cut it.
-        batch: an input, for the shapes of the outputs: the model is called once with it, in evaluation mode and without
-            gradients, as model(*batch) for a tuple, model(**batch) for a dict, and model(batch) else. Generators, modes
-            and buffers are afterwards as they were. None: no shapes.
-        depth: how deep the table goes; what lies deeper is counted where it ends.
+        model: pass it before `prepare`, because a strategy may shard it.
+        batch: an input, to show the shapes of the outputs. The model is called once with it, in evaluation mode and
+            without gradients: model(*batch) for a tuple, model(**batch) for a dict, else model(batch). Afterwards
+            generators, modes and buffers are restored. None: show no shapes.
+        depth: depth of the table. Parameters of deeper layers are added to its last level.
 
-    Raises SettingError for what is no model, UsageError where its parameters are not whole on this process.
+    Raises SettingError if model is not a module, and UsageError if its parameters are sharded.
     """
     if not isinstance(model, nn.Module):
-        raise SettingError(f"summary({type(model).__name__}): a torch.nn.Module is needed.")
+        raise SettingError(f"summary({type(model).__name__}): pass a torch.nn.Module.")
     check_whole("summary", "depth", depth, least=0)
     if any(hasattr(p, "placements") for p in model.parameters()):
-        raise UsageError("summary: the parameters of this model are sharded already. Call it before run.prepare.")
+        raise UsageError("summary: the parameters of this model are already sharded. Call it before run.prepare.")
     counted: set[Tensor] = set()
     layers: dict[nn.Module, LayerSummary] = {}
     for name, module in model.named_modules():
-        own = [p for p in module.parameters(recurse=False) if p not in counted]
-        counted.update(own)
-        sizes = {wanted: sum(p.numel() for p in own if p.requires_grad is wanted) for wanted in (True, False)}
+        new = [p for p in module.parameters(recurse=False) if p not in counted]
+        counted.update(new)
+        sizes = {wanted: sum(p.numel() for p in new if p.requires_grad is wanted) for wanted in (True, False)}
         place = name.count(".") + 1 if name else 0
         layers[module] = LayerSummary(name, type(module).__name__, place, sizes[True], sizes[False])
     if batch is not None:
@@ -113,7 +114,7 @@ def summary(model: nn.Module, batch: Any = None, *, depth: int = 3) -> Summary:
 
 
 def _call(model: nn.Module, batch: Any, layers: Mapping[nn.Module, LayerSummary]) -> None:
-    """Call the model once, and note the shapes of its layers' outputs."""
+    """Call the model once, and record the shapes of its layers' outputs."""
 
     def noting(layer: LayerSummary) -> Callable[[Any, Any, Any], None]:
         def note(module: Any, inputs: Any, output: Any) -> None:

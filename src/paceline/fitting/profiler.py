@@ -1,4 +1,4 @@
-"""A callback that writes what torch.profiler sees: a trace of a few steps, one file for each process."""
+"""A callback that writes torch.profiler traces of a few steps, one file per process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 class Profiler(Callback):
     """Traces some optimizer steps with torch.profiler, and writes `rank0.step12.pt.trace.json` and so on into a
-    directory, one file for each process and cycle: for https://ui.perfetto.dev, chrome://tracing or TensorBoard.
+    directory, one file per process and cycle. Open a file at https://ui.perfetto.dev, chrome://tracing or in
+    TensorBoard.
 
-    A cycle leaves out `wait` steps, runs the profiler for `warmup` steps whose numbers it drops, and records `active`
-    steps. options: record_shapes, profile_memory, with_stack and so on, as of torch.profiler.profile. Steps count from
-    the beginning of the fit, or from where it went on.
+    A cycle skips `wait` steps, runs the profiler for `warmup` steps without keeping their numbers, and records `active`
+    steps. options: record_shapes, profile_memory, with_stack and so on, as in torch.profiler.profile. Steps count from
+    the start of the fit, or from its restart.
     """
 
     def __init__(
@@ -44,13 +45,13 @@ class Profiler(Callback):
             check_whole("Profiler", name, value, least)
         for name in ("schedule", "on_trace_ready", "activities"):
             if name in options:
-                raise SettingError(f"Profiler({name}=...): it says so itself. Use torch.profiler.profile directly.")
+                raise SettingError(f"Profiler({name}=...): Profiler sets it. Use torch.profiler.profile directly.")
         self._directory = Path(directory)
         self._schedule = schedule(wait=wait, warmup=warmup, active=active, repeat=repeat)
-        self._steps = (wait + warmup + active) * repeat  # that it has anything to do
+        self._steps = (wait + warmup + active) * repeat  # in all cycles
         self._options = options
         self._profile: Any = None
-        self.files: list[Path] = []  # those that this process has written
+        self.files: list[Path] = []  # written by this process
 
     def on_start(self, fit: Fitting) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -71,7 +72,7 @@ class Profiler(Callback):
         if self._profile is None:
             return
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*clears events at the end of each cycle")  # each has its file
+            warnings.filterwarnings("ignore", message=".*clears events at the end of each cycle")  # each is in its file
             self._profile.step()
         self._left -= 1
         if not self._left:

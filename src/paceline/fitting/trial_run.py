@@ -1,4 +1,4 @@
-"""A run to try something in, on copies: nothing of the script has to be put back. For lr_find and find_micro_batch."""
+"""A separate run on copies of the script's objects, which stay unchanged. For lr_find and find_micro_batch."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from paceline.run import Run
 def trial_run(
     call: str, model: nn.Module, optimizer: torch.optim.Optimizer, settings: Mapping[str, Any]
 ) -> Iterator[tuple[Run, nn.Module, torch.optim.Optimizer]]:
-    """A new run, and copies of the model and the optimizer. Afterwards it is closed, and the random generators are as
-    before.
+    """Start a run, and yield it with copies of the model and the optimizer. After the block, close the run and restore
+    the random generators.
 
     Args:
-        call: the function's name, for the error.
+        call: name of the calling function, for the error.
         settings: arguments of paceline.start.
 
-    Raises UsageError where a run is open.
+    Raises UsageError if a run is open.
     """
     if session.current() is not None:
         raise UsageError(
-            f"{call}: a run is open, and {call} makes one of its own. Call it before paceline.start(), or close the "
-            "run: run.close()."
+            f"{call}: a run is open, but {call} starts a separate one. Call it before paceline.start(), or close the "
+            "run first: run.close()."
         )
     before = generators.get_state(torch.device("cpu"))
     copies = copy.deepcopy((model, optimizer))

@@ -1,6 +1,6 @@
-"""Averages of a model's weights over the steps (EMA) or the epochs (SWA) of a fit, by the functions of
-torch.optim.swa_utils. Training goes on with the model's own weights; evaluations, the best model and, at the end, the
-model itself have the average.
+"""Averages of a model's weights over the steps (EMA) or the epochs (SWA) of a fit, with the functions of
+torch.optim.swa_utils. Training continues with the model's current weights. Evaluations and the best model use the
+average. At the end of the fit, the average replaces the model's weights.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class _Averaging(Callback):
-    """What EMA and SWA have in common: the average is in the checkpoints, and in the model at the end."""
+    """Base class of EMA and SWA: saves the average in checkpoints, and puts it into the model at the end."""
 
     def __init__(self, average: Callable[[Any, Any, Any], None]) -> None:
-        self._average = average  # as of AveragedWeights
-        self._weights: AveragedWeights | None = None  # None before the fit has begun
+        self._average = average  # see AveragedWeights
+        self._weights: AveragedWeights | None = None  # None before the fit begins
 
     @property
     def weights(self) -> AveragedWeights:
-        """The average. Only within a fit, and after it."""
+        """The average. Available during and after a fit."""
         assert self._weights is not None
         return self._weights
 
@@ -62,7 +62,7 @@ class _Averaging(Callback):
 
 class EMA(_Averaging):
     """The exponential moving average of the weights: after each optimizer step, average = decay x average + (1 - decay)
-    x weights. It begins with the weights after the first step."""
+    x weights. It starts with the weights after the first step."""
 
     def __init__(self, decay: float = 0.999) -> None:
         check_decay("EMA", decay)
@@ -73,16 +73,16 @@ class EMA(_Averaging):
 
 
 class SWA(_Averaging):
-    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights at the ends of the epochs from
-    `start_epoch` on. The running statistics of batch norm are computed anew for the average, over the training data, in
-    global batches, before each evaluation and at the end. The learning rate is the schedule's: see
-    torch.optim.swa_utils.SWALR."""
+    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights at the ends of the epochs, starting
+    with epoch `start_epoch`. For the average, the running statistics of batch norm are recomputed over the training
+    data, in global batches, before each evaluation and at the end. SWA does not set the learning rate: pass a
+    scheduler, such as torch.optim.swa_utils.SWALR."""
 
     def __init__(self, start_epoch: int) -> None:
         check_whole("SWA", "start_epoch", start_epoch, least=0)
         super().__init__(get_swa_multi_avg_fn())
         self._start = start_epoch
-        self._last = -1  # the last epoch that is in the average
+        self._last = -1  # the last epoch included in the average
 
     def state_dict(self) -> dict[str, Any]:
         return {"last": self._last, **super().state_dict()}
@@ -92,7 +92,7 @@ class SWA(_Averaging):
         super().load_state_dict(state)
 
     def _include(self, fit: Fitting) -> None:
-        """Take the epoch into the average, once, when its data have been read."""
+        """Add the weights to the average, once per epoch, when the epoch's data have been read."""
         if self._start <= fit.epoch != self._last and fit.loader.current is None:
             self._last = fit.epoch
             self.weights.update()
@@ -103,7 +103,7 @@ class SWA(_Averaging):
         if not self.weights.count:
             yield
             return
-        # In this order: independent replicas come to have the same buffers when the average is put into the model.
+        # In this order: putting the average into the model also synchronizes the buffers of independent replicas.
         with self.weights.in_model(), _kept_buffers(batch_norms(fit.model)):
             update_batch_norm(fit)
             yield
@@ -118,9 +118,10 @@ class SWA(_Averaging):
 
 
 def update_batch_norm(fit: Fitting) -> None:
-    """As torch.optim.swa_utils.update_bn: the running statistics become the means over the global batches of the
-    training data, for the weights that the model has now; or over the shards of these, where batch norm is over shards.
-    Batch norms in evaluation mode are frozen, and keep theirs. Collective; nothing where no batch norm is in training.
+    """Recompute the running statistics of batch norm for the model's current weights, like
+    torch.optim.swa_utils.update_bn: means over the global batches of the training data, or over the shards if batch
+    norm is per shard. Batch norms in evaluation mode are frozen, and keep their statistics. Does nothing if no batch
+    norm is in training mode. Collective.
     """
     norms = {norm: norm.momentum for norm in batch_norms(fit.model) if norm.training}
     if not norms:
@@ -139,7 +140,7 @@ def update_batch_norm(fit: Fitting) -> None:
 
 @contextmanager
 def _kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """After the block these modules have the buffers that they had before, with the same values."""
+    """After the block, restore the buffers of these modules and the buffers' values."""
     kept = [
         (module, name, buffer, buffer.clone())
         for module in modules
@@ -149,6 +150,6 @@ def _kept_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module, name, buffer, value in kept:
-            if not torch.equal(buffer, value):  # one whose elements share memory cannot be written to
+            if not torch.equal(buffer, value):  # a buffer with elements that share memory cannot be written to
                 buffer.copy_(value)
             setattr(module, name, buffer)

@@ -2,9 +2,9 @@
 
     import paceline.horovod as hvd       # in place of: import horovod.torch as hvd
 
-Scripts are started by `paceline run --nproc N script.py`, torchrun, srun or mpirun. What does not map raises an error
-that says what to do. docs/horovod.md says what of Paceline's contract holds for such a script: neither its data nor its
-batch are Paceline's.
+Start scripts with `paceline run --nproc N script.py`, torchrun, srun or mpirun. Unsupported calls raise an error with
+the remedy. A Horovod script handles its data and batches itself. docs/horovod.md lists the parts of Paceline's contract
+that still hold.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from paceline.errors import SettingError
 from paceline.launching import launch
 
 _OF_THE_TRANSPORT = {"use_gloo", "use_mpi", "verbose", "disable_cache", "start_timeout", "network_interfaces"}
-"""Options of Horovod's run that change nothing here: torch.distributed carries all."""
+"""Options of Horovod's run that have no effect here, because torch.distributed is always the transport."""
 
 
 def run(
@@ -21,20 +21,20 @@ def run(
     hosts: str | None = None,
     **options: Any,
 ) -> list[Any]:
-    """Call `func(*args, **kwargs)` in `np` processes of this machine, and return what each returned, by rank.
+    """Call `func(*args, **kwargs)` in `np` processes of this machine, and return the results by rank.
 
     Raises:
-        SettingError: other machines, or an option that would change something.
+        SettingError: `hosts` names other machines, or an option is not supported.
     """
     names = [part.split(":")[0] for part in (hosts or "").split(",") if part]
     if any(name not in ("localhost", "127.0.0.1") for name in names):
         raise SettingError(
-            f"run(hosts={hosts!r}): functions are called on this machine only. Start a script on each machine: "
-            "paceline run --nnodes, or torchrun, srun, mpirun."
+            f"run(hosts={hosts!r}): functions run on this machine only. For several machines, start a script on each "
+            "with paceline run --nnodes, torchrun, srun or mpirun."
         )
     wrong = sorted(name for name, value in options.items() if name not in _OF_THE_TRANSPORT and value is not None)
     if wrong:
         raise SettingError(
-            f"run({wrong[0]}={options[wrong[0]]!r}): paceline.horovod.run does not have it. Leave it out."
+            f"run({wrong[0]}={options[wrong[0]]!r}): paceline.horovod.run does not support it. Leave it out."
         )
     return launch(functools.partial(func, *args, **(kwargs or {})), nproc=np)

@@ -1,4 +1,4 @@
-"""Horovod's interface to what is done to a tensor before it travels, and its two kinds."""
+"""Horovod's interface for compressing tensors before they are sent, and its two compressors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch import Tensor
 
 
 class Compressor:
-    """The interface: derive from it, and pass the class, or an object of it, as `compression`."""
+    """The interface of a compressor. Pass a subclass, or an instance of a subclass, as `compression`."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What travels, and what `decompress` must know."""
+        """Return the tensor to send, and a context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """The tensor, from what has travelled and the second result of `compress`."""
+        """Restore a tensor from the received tensor and the context of `compress`."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """The tensor as it is."""
+    """Sends the tensor unchanged."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -35,7 +35,7 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Floating-point tensors are rounded to 16 bits, and added in 16 bits: beyond 65,504 they are inf."""
+    """Rounds floating-point tensors to 16 bits. They are also added in 16 bits: sums above 65,504 become inf."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -47,7 +47,7 @@ class FP16Compressor(Compressor):
 
 
 class Compression:
-    """The names that scripts use."""
+    """The compressors under the names that scripts use."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

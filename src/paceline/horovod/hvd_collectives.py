@@ -1,7 +1,8 @@
 """Horovod's collectives on tensors: allreduce, allgather, broadcast, alltoall, reducescatter, barrier, and handles.
 
-Each is written once: a function that takes a list of tensors and the settings, and returns a `_Plan`, which holds what
-must be the same on all processes, what communicates, and the gradient. The public functions are made of these plans:
+Each collective is written once, as a planner: a function that takes a list of tensors and the settings, and returns a
+`_Plan` with the signature that must match on all processes, the communication, and the gradient. The public functions
+are made from the planners:
 
     grouped_x_async    _posted(_x)                      returns a handle; works on copies of the tensors
     grouped_x_async_   _posted(_x, in_place=True)
@@ -16,10 +17,10 @@ The gradients are Horovod's:
     allreduce, Average or Sum     the same allreduce of g
     allgather                     this process's rows of the average of g
     broadcast                     the average of g on the root, zero elsewhere
-    alltoall                      g's rows go back to where they came from
-    reducescatter                 g's are gathered; with Sum times the number of processes
+    alltoall                      each row of g returns to the process that sent the row
+    reducescatter                 all processes' g, gathered; for Sum, multiplied by the number of processes
 
-Integers are averaged as Horovod does it: the sum is divided, and the fraction is cut off.
+Integers are averaged as in Horovod: the sum is divided and truncated.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives
+from paceline.comm import gathering
+from paceline.comm.group import Group
+from paceline.comm.mesh import world_group
 from paceline.errors import SettingError, UsageError
 from paceline.horovod import hvd_world, named_operations
 from paceline.horovod.gradient_compression import Compression
@@ -46,17 +49,17 @@ class _Plan(NamedTuple):
 
     name: str | None
     process_set: Any
-    signature: Sequence[str]  # what must be the same on all processes, in words
+    signature: Sequence[str]  # descriptions that must be the same on all processes
     act: Callable[[], Sequence[Tensor]]  # communicates, and returns the results; may overwrite the tensors
-    backward: Callable[[Sequence[Tensor]], Sequence[Tensor]]  # from the results' gradients to those of the tensors
-    form: Any = None  # what a process that has joined must know to take part; None: it cannot
+    backward: Callable[[Sequence[Tensor]], Sequence[Tensor]]  # from the results' gradients to the tensors' gradients
+    form: Any = None  # information for a joined process to take part; None: a joined process cannot take part
 
 
 _Planner = Callable[Concatenate[Sequence[Tensor], P], _Plan]
 _Grouped = Callable[Concatenate[Sequence[Tensor], P], list[Tensor]]
 
 
-# ---- how the public functions are made ----
+# ---- construction of the public functions ----
 
 
 def _posted(planner: _Planner[P], in_place: bool = False) -> Callable[Concatenate[Sequence[Tensor], P], Operation]:
@@ -127,7 +130,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _public(made: F, name: str, like: Callable[..., Any]) -> F:
-    """`made` with the name, the signature and the docstring that help() and editors show."""
+    """Give `made` this name, and the signature and docstring of `like`, for help() and editors."""
     signature = inspect.signature(made)
     leading = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     settings = list(inspect.signature(like).parameters.values())[len(leading) :]
@@ -147,27 +150,25 @@ def _checked(tensors: Sequence[Any], call: str) -> list[Tensor]:
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
             raise SettingError(
-                f"{call} takes a tensor, and was given {type(tensor).__name__}. Write torch.tensor(value), or use "
+                f"{call} received {type(tensor).__name__} instead of a tensor. Write torch.tensor(value), or use "
                 "hvd.broadcast_object or hvd.allgather_object."
             )
         if tensor.is_sparse:
-            raise SettingError(
-                f"{call} was given a sparse tensor. Use hvd.sparse_allreduce_async, or tensor.to_dense()."
-            )
+            raise SettingError(f"{call} received a sparse tensor. Use hvd.sparse_allreduce_async or tensor.to_dense().")
     return list(tensors)
 
 
 def _compressed(
     tensors: Sequence[Tensor], compression: Any, call: Callable[[list[Tensor]], list[Tensor]]
 ) -> list[Tensor]:
-    """`call` of the tensors, which travel compressed."""
+    """Compress the tensors, apply `call`, and decompress the results."""
     small = [compression.compress(tensor) for tensor in tensors]
     found = call([tensor for tensor, _ in small])
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(found, small)]
 
 
 def form_of(tensor: Tensor) -> str:
-    """Its dtype and shape, in words."""
+    """Describe dtype and shape, such as "float32 (3, 4)"."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
@@ -176,25 +177,25 @@ def form_of(tensor: Tensor) -> str:
 _NAMES = {Average: "sum", Sum: "sum", Min: "min", Max: "max", Product: "product"}
 
 ADASUM = (
-    "op=hvd.Adasum combines gradients by a rule of its own, which paceline.horovod does not have. Use op=hvd.Average, "
-    "and multiply the learning rate by hvd.size() as Horovod's examples do (they leave that out for Adasum)."
+    "paceline.horovod does not support op=hvd.Adasum. Use op=hvd.Average, and multiply the learning rate by "
+    "hvd.size(), as Horovod's examples do (except with Adasum)."
 )
 
 
 def operation_of(op: Any, call: str, average: bool | None = None) -> ReduceOp:
-    """The operation that `op` and the older `average` mean. Raises SettingError for what there is not."""
+    """Return the operation for `op` and the older argument `average`. Raises SettingError for an unknown operation."""
     if average is not None:
         if op is not None:
-            raise SettingError(f"{call}(average={average!r}, op={op!r}): both say how to combine. Leave average out.")
+            raise SettingError(f"{call}(average={average!r}, op={op!r}): give only one of them. Leave out average.")
         op = Average if average else Sum
     op = Average if op is None else op
     try:
         chosen = ReduceOp(op)
     except ValueError:
-        raise SettingError(f"{call}(op={op!r}): it is hvd.Average, Sum, Min, Max or Product.") from None
+        raise SettingError(f"{call}(op={op!r}): must be hvd.Average, Sum, Min, Max or Product.") from None
     if chosen is Adasum and hvd_world.members() > 1:
         raise SettingError(f"{call}: {ADASUM}")
-    return Average if chosen is Adasum else chosen  # of one process's tensor: the tensor
+    return Average if chosen is Adasum else chosen  # on one process, both return the tensor unchanged
 
 
 def _scale(tensor: Tensor, factor: float) -> None:
@@ -208,18 +209,18 @@ def _scale(tensor: Tensor, factor: float) -> None:
 
 @torch.no_grad()
 def _reduce(tensors: Sequence[Tensor], op: ReduceOp, before: float = 1.0, after: float = 1.0) -> Sequence[Tensor]:
-    """Replaces each tensor by the result. before, after: factors of the tensor and of the result."""
+    """All-reduce each tensor in place. before, after: factors for the tensors and for the results."""
     for tensor in tensors:
         _scale(tensor, before)
-    for pending in [collectives.all_reduce(tensor, _NAMES[op], async_op=True) for tensor in tensors]:
+    for pending in [world_group().all_reduce(tensor, _NAMES[op], async_op=True) for tensor in tensors]:
         pending.wait()
     for tensor in tensors:
-        _scale(tensor, after / collectives.size_of() if op is Average else after)
+        _scale(tensor, after / world_group().size if op is Average else after)
     return tensors
 
 
 def stand_in(form: Any) -> None:
-    """Takes part in an operation of that form with zeros."""
+    """Contribute zeros to an operation with this form."""
     if form != "barrier":
         _reduce([torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in form], Sum)
 
@@ -264,18 +265,19 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: Any = None,
 ) -> list[Tensor]:
-    """The average (or `op`) of all processes' tensors, of one shape and dtype: new tensors. Differentiable.
+    """Return the average (or `op`) of all processes' tensors as new tensors. Differentiable.
 
-    `allreduce` takes a tensor and returns one, `grouped_allreduce` a list of them.
+    Shapes and dtypes must be the same on all processes. `allreduce` takes and returns a tensor, `grouped_allreduce` a
+    list of tensors.
 
     Args:
-        tensor, tensors: this process's.
-        average: the older way to say Average (True) or Sum (False).
-        name: calls of one name belong together; without it calls are numbered.
+        tensor, tensors: the tensor or tensors of this process.
+        average: older alternative to `op`: True for Average, False for Sum.
+        name: calls with the same name are matched; calls without a name are matched by their number.
         compression: hvd.Compression.none or fp16, or a Compressor.
         op: hvd.Average (the default), Sum, Min, Max or Product.
-        prescale_factor: tensors are multiplied by it before the sum.
-        postscale_factor: results are multiplied by it.
+        prescale_factor: factor for the tensors before the sum.
+        postscale_factor: factor for the results.
         process_set: only hvd.global_process_set.
 
     Raises:
@@ -295,25 +297,26 @@ allreduce_async = _single_handle(grouped_allreduce_async)
 allreduce_async_ = _single_handle(grouped_allreduce_async_)
 
 
-def sparse_sum(tensor: Tensor, group: Any = None) -> Tensor:
-    """The sum of all processes' sparse tensors of one shape: their entries, joined and added."""
+def sparse_sum(tensor: Tensor, group: Group) -> Tensor:
+    """Return the sum of all processes' sparse tensors (of the same shape): gather their entries and coalesce them."""
     tensor = tensor.detach().coalesce()
-    indices = collectives.gather_uneven(tensor.indices().t().contiguous(), group)
-    values = collectives.gather_uneven(tensor.values(), group)
+    indices = gathering.gather_uneven(tensor.indices().t().contiguous(), group)
+    values = gathering.gather_uneven(tensor.values(), group)
     return torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False).coalesce()
 
 
 def sparse_allreduce_async(tensor: Tensor, name: str | None, op: Any, process_set: Any = None) -> Operation:
-    """A handle of an all-reduce of sparse tensors (Average or Sum). A call of the handle waits too, as in Horovod."""
+    """All-reduce sparse tensors (Average or Sum). Returns a handle. As in Horovod, calling the handle waits for the
+    result and returns it."""
     hvd_world.members()
     hvd_world.check_process_set(process_set, "hvd.sparse_allreduce_async")
     chosen = operation_of(op, "hvd.sparse_allreduce_async")
     if chosen not in (Average, Sum):
-        raise SettingError(f"hvd.sparse_allreduce_async(op={op!r}): hvd.Average or hvd.Sum.")
+        raise SettingError(f"hvd.sparse_allreduce_async(op={op!r}): must be hvd.Average or hvd.Sum.")
 
     def act() -> Tensor:
-        total = sparse_sum(tensor)
-        return total / collectives.size_of() if chosen is Average else total
+        total = sparse_sum(tensor, world_group())
+        return total / world_group().size if chosen is Average else total
 
     return named_operations.post("sparse_allreduce", name, [f"{chosen.name} of sparse {form_of(tensor)}"], act)
 
@@ -322,20 +325,21 @@ def sparse_allreduce_async(tensor: Tensor, name: str | None, op: Any, process_se
 
 
 def _allgather(tensors: Sequence[Tensor], name: str | None = None, process_set: Any = None) -> _Plan:
-    """All processes' tensors, joined along dimension 0 in rank order; lengths along it may differ. Differentiable.
+    """Concatenate all processes' tensors along dimension 0, in rank order. Differentiable.
 
-    `allgather` takes a tensor and returns one, `grouped_allgather` a list of them. Other settings: see `allreduce`.
+    Lengths along dimension 0 may differ. `allgather` takes and returns a tensor, `grouped_allgather` a list of tensors.
+    Other arguments as for `allreduce`.
     """
     lengths = [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
 
     def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         averages = grouped_allreduce(gradients)
-        everyone = named_operations.call("allgather", None, ["lengths"], lambda: collectives.gather_objects(lengths))
-        before = [sum(column) for column in zip(*everyone[: collectives.rank_of()])] or [0] * len(lengths)
+        everyone = named_operations.call("allgather", None, ["lengths"], lambda: world_group().gather(lengths))
+        before = [sum(column) for column in zip(*everyone[: world_group().rank])] or [0] * len(lengths)
         return [average.narrow(0, start, n) for average, start, n in zip(averages, before, lengths)]
 
     def act() -> Sequence[Tensor]:
-        return [collectives.gather_uneven(tensor) for tensor in tensors]  # which compares their shapes
+        return [gathering.gather_uneven(tensor, world_group()) for tensor in tensors]  # raises if shapes differ
 
     return _Plan(name, process_set, [f"of {len(tensors)} tensors"], act, backward)
 
@@ -350,22 +354,22 @@ allgather_async = _single_handle(grouped_allgather_async)
 
 
 def check_root(root_rank: Any, call: str) -> None:
-    """Raises SettingError where there is no such rank."""
+    """Raise SettingError if there is no such rank."""
     size = hvd_world.size()
     if not isinstance(root_rank, int) or not 0 <= root_rank < size:
-        raise SettingError(f"{call}(root_rank={root_rank!r}): there are ranks 0 to {size - 1}. Give one of them.")
+        raise SettingError(f"{call}(root_rank={root_rank!r}): must be a rank from 0 to {size - 1}.")
 
 
 def _broadcast(tensors: Sequence[Tensor], root_rank: int, name: str | None = None, process_set: Any = None) -> _Plan:
-    """Rank `root_rank`'s tensor, on every process: a new tensor. Differentiable. Other settings: see `allreduce`."""
+    """Return a copy of rank `root_rank`'s tensor on every process. Differentiable. Arguments as for `allreduce`."""
     check_root(root_rank, "hvd.broadcast")
 
     def act() -> Sequence[Tensor]:
-        collectives.broadcast_tensors(tensors, root_rank)
+        world_group().broadcast_tensors(tensors, root_rank)
         return tensors
 
     def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        return [average * (collectives.rank_of() == root_rank) for average in grouped_allreduce(gradients)]
+        return [average * (world_group().rank == root_rank) for average in grouped_allreduce(gradients)]
 
     return _Plan(name, process_set, [*map(form_of, tensors), f"from rank {root_rank}"], act, backward)
 
@@ -380,15 +384,15 @@ broadcast_ = _single(_waited(_posted(_broadcast, in_place=True)))
 
 
 def _alltoall(tensors: Sequence[Tensor], splits: Any = None, name: str | None = None, process_set: Any = None) -> _Plan:
-    """Of one tensor. The results are the received rows, and how many came from each process."""
+    """Plan an alltoall of one tensor. The results are the received rows, and the number of rows from each process."""
     (tensor,) = tensors
     if tensor.dim() == 0:
-        raise SettingError("hvd.alltoall sends rows of a tensor, and one of shape () has none: tensor.reshape(1).")
+        raise SettingError("hvd.alltoall sends rows, but a tensor of shape () has none. Use tensor.reshape(1).")
     outwards = _splits(tensor, splits)
     inwards: list[int] = []
 
     def act() -> Sequence[Tensor]:
-        rows, inwards[:] = collectives.exchange_rows(tensor, outwards)
+        rows, inwards[:] = gathering.exchange_rows(tensor, outwards, world_group())
         return rows, torch.tensor(inwards, dtype=torch.int32)
 
     def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -405,14 +409,14 @@ def _splits(tensor: Tensor, splits: Any) -> list[int]:
     if splits is None or (isinstance(splits, Tensor) and splits.numel() == 0):
         if rows % size:
             raise SettingError(
-                f"hvd.alltoall: {rows} rows cannot be cut into {size} equal parts, one for each process. Give splits, "
-                "the number of rows for each."
+                f"hvd.alltoall: {rows} rows cannot be divided evenly among {size} processes. Give splits, the number "
+                "of rows for each process."
             )
         return [rows // size] * size
     listed = [int(count) for count in (splits.tolist() if isinstance(splits, Tensor) else splits)]
     if len(listed) != size or min(listed) < 0 or sum(listed) != rows:
         raise SettingError(
-            f"hvd.alltoall(splits={listed}): it is one number of rows for each of {size} processes, {rows} in all."
+            f"hvd.alltoall(splits={listed}): give a number of rows for each of the {size} processes, {rows} in total."
         )
     return listed
 
@@ -420,16 +424,16 @@ def _splits(tensor: Tensor, splits: Any) -> list[int]:
 def alltoall(
     tensor: Tensor, splits: Any = None, name: str | None = None, process_set: Any = None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Send rows of the tensor to each process, and receive theirs, joined in rank order. Differentiable.
+    """Send rows of the tensor to each process, and receive rows from each, in rank order. Differentiable.
 
     Args:
         tensor: (rows, ...).
-        splits: how many rows each process gets, in rank order; without it equal parts.
+        splits: the number of rows for each process, in rank order. Default: equal numbers.
         name: see allreduce.
         process_set: only hvd.global_process_set.
 
     Returns:
-        the received rows; with `splits` also how many came from each process.
+        The received rows; with `splits` also the number of rows from each process.
     """
     rows, received = _new_alltoall([tensor], splits, name, process_set)
     return rows if splits is None else (rows, received)
@@ -451,15 +455,17 @@ def _reducescatter(
 ) -> _Plan:
     chosen, factors = operation_of(op, "hvd.reducescatter"), (prescale_factor, postscale_factor)
     if chosen not in (Average, Sum):
-        raise SettingError(f"hvd.reducescatter(op={op!r}): hvd.Average or hvd.Sum.")
+        raise SettingError(f"hvd.reducescatter(op={op!r}): must be hvd.Average or hvd.Sum.")
     if any(tensor.dim() == 0 for tensor in tensors):
-        raise SettingError("hvd.reducescatter cuts along dimension 0, and a tensor of shape () has none.")
+        raise SettingError(
+            "hvd.reducescatter splits along dimension 0, but a tensor of shape () has none. Use tensor.reshape(1)."
+        )
 
     def act() -> Sequence[Tensor]:
         return [_own_rows(tensor).clone() for tensor in _reduce(tensors, chosen, *factors)]
 
     def backward(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        factor = prescale_factor * postscale_factor * (collectives.size_of() if chosen is Sum else 1)
+        factor = prescale_factor * postscale_factor * (world_group().size if chosen is Sum else 1)
         return grouped_allgather([gradient * factor for gradient in gradients])
 
     return _Plan(name, process_set, _described(chosen, tensors, *factors), act, backward)
@@ -469,8 +475,8 @@ _new_reducescatter = _differentiable(_reducescatter)
 
 
 def _own_rows(tensor: Tensor) -> Tensor:
-    """This process's rows: the first processes have one more where they are not equally many."""
-    rank, size = collectives.rank_of(), collectives.size_of()
+    """Return this process's rows. If the rows cannot be divided evenly, the first processes get one more each."""
+    rank, size = world_group().rank, world_group().size
     least, more = divmod(tensor.shape[0], size)
     return tensor.narrow(0, rank * least + min(rank, more), least + (rank < more))
 
@@ -484,10 +490,10 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """This process's part, along dimension 0, of the average (or sum) of all processes' tensors. Differentiable.
+    """Return this process's shard of the average (or sum) of all processes' tensors. Differentiable.
 
-    It sends what an allreduce sends. `reducescatter` takes a tensor and returns one, `grouped_reducescatter` a list of
-    them. Settings: see `allreduce`.
+    The tensors are sharded along dimension 0. The traffic is that of an allreduce. `reducescatter` takes and returns a
+    tensor, `grouped_reducescatter` a list of tensors. Arguments as for `allreduce`.
     """
     settings = (name, op, process_set, prescale_factor, postscale_factor)
     tensors = _checked(tensors, "hvd.reducescatter")
@@ -503,7 +509,10 @@ reducescatter_async = _single_handle(grouped_reducescatter_async)
 
 
 def poll(handle: Operation) -> bool:
-    """Would `synchronize` return at once? Looks at what the others wait for, and so waits until they wait."""
+    """Return whether the operation is complete, so that `synchronize` would not wait.
+
+    This call waits until all other processes wait for an operation or call `poll`.
+    """
     return named_operations.ask(_handle(handle, "hvd.poll"))
 
 
@@ -514,12 +523,12 @@ def synchronize(handle: Operation) -> Any:
 
 def _handle(handle: Any, call: str) -> Operation:
     if not isinstance(handle, Operation):
-        raise SettingError(f"{call}({handle!r}): it takes what an hvd function with _async in its name has returned.")
+        raise SettingError(f"{call}({handle!r}): not a handle. Pass the result of a function with _async in its name.")
     return handle
 
 
 def barrier(process_set: Any = None) -> None:
-    """Return when every process has come here, or has joined."""
+    """Wait until every process has called `barrier` or `join`."""
     hvd_world.members()
     hvd_world.check_process_set(process_set, "hvd.barrier")
-    named_operations.call("barrier", None, [], lambda: None, "barrier")  # the round is the barrier
+    named_operations.call("barrier", None, [], lambda: None, "barrier")  # the exchange of a round is the barrier

@@ -1,4 +1,4 @@
-"""Objects, weights and optimizer state from one process to all."""
+"""Broadcast objects, weights and optimizer state from one process to all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline import plain_state
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 from paceline.errors import SettingError, UsageError
 from paceline.horovod import hvd_world, named_operations
 from paceline.horovod.hvd_collectives import check_root, form_of
@@ -25,11 +25,11 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
 
     Args:
         params: model.state_dict(), model.named_parameters() or model.parameters().
-        root_rank: whose tensors they become.
+        root_rank: the source.
 
     Raises:
-        SettingError: something else was given.
-        UsageError: the processes do not have tensors of the same names, shapes and dtypes.
+        SettingError: `params` has another type.
+        UsageError: names, shapes or dtypes differ between processes.
     """
     check_root(root_rank, "hvd.broadcast_parameters")
     named = _named(params)
@@ -37,50 +37,50 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         "broadcast_parameters",
         None,
         [f"from rank {root_rank}", *(f"{name!r}, {form_of(tensor)}" for name, tensor in named)],
-        lambda: collectives.broadcast_tensors([tensor for _, tensor in named], root_rank),
+        lambda: world_group().broadcast_tensors([tensor for _, tensor in named], root_rank),
         None,
         "Build the model in the same way on every process.",
     )
 
 
 def _named(params: Any) -> list[tuple[str, Tensor]]:
-    """In the order of names where there are some, as Horovod's."""
+    """Return (name, tensor) pairs. The pairs of a mapping are sorted by name, as in Horovod."""
     if isinstance(params, torch.nn.Module):
-        raise SettingError("hvd.broadcast_parameters takes model.state_dict(), and was given the model itself.")
+        raise SettingError("hvd.broadcast_parameters received the model itself. Pass model.state_dict().")
     if isinstance(params, Mapping):
         named = sorted(params.items())
     elif isinstance(params, Iterable) and not isinstance(params, (str, bytes, Tensor)):
         named = [item if isinstance(item, tuple) else (str(n), item) for n, item in enumerate(params)]
     else:
         raise SettingError(
-            f"hvd.broadcast_parameters takes model.state_dict() or model.named_parameters(), and was given "
-            f"{type(params).__name__}."
+            f"hvd.broadcast_parameters received {type(params).__name__}. Pass model.state_dict() or "
+            f"model.named_parameters()."
         )
     for name, tensor in named:
         if not isinstance(tensor, Tensor):
             raise SettingError(
-                f"hvd.broadcast_parameters: {name!r} is no tensor ({type(tensor).__name__}). Use hvd.broadcast_object "
-                "for other values."
+                f"hvd.broadcast_parameters: {name!r} is not a tensor ({type(tensor).__name__}). Use "
+                "hvd.broadcast_object for other values."
             )
     return named
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: Any = None) -> None:
-    """Give the optimizer of every process the state and the options of rank `root_rank`'s.
+    """Broadcast the optimizer's state and options from rank `root_rank` to every process.
 
-    A process whose optimizer has no state yet gets one without a step. (Horovod makes a step of zero gradients, in
-    which weight decay changes the weights.)
+    An optimizer without state receives it without taking a step. (Horovod takes a step with zero gradients, and its
+    weight decay changes the weights.)
 
     Args:
         optimizer: from torch.optim, or a DistributedOptimizer.
-        root_rank: whose state it becomes.
-        model: Horovod's, which is not needed.
+        root_rank: the source.
+        model: ignored; for compatibility with Horovod.
     """
     check_root(root_rank, "hvd.broadcast_optimizer_state")
     state = optimizer.state_dict() if hvd_world.rank() == root_rank else None
 
     def act() -> Any:
-        return collectives.broadcast_object(state, root_rank, what="the state of hvd.broadcast_optimizer_state")
+        return world_group().broadcast(state, root_rank, what="the state of hvd.broadcast_optimizer_state")
 
     received = named_operations.call("broadcast_optimizer_state", None, [f"from rank {root_rank}"], act)
     if state is None:
@@ -90,19 +90,20 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int, model: Any =
 # --- objects
 
 PICKLE = "PACELINE_HOROVOD_PICKLE"
-"""Environment variable: 1 lets objects of any class travel between machines, as pickles."""
+"""Environment variable: 1 allows sending objects of any class between machines, as pickles."""
 
 _Sent = tuple[str, Any]  # "plain" and the object, or "pickle" and its bytes
 
 
 def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, process_set: Any = None) -> T:
-    """Rank `root_rank`'s object on every process; what others pass is not looked at.
+    """Return rank `root_rank`'s object on every process. The `obj` of other processes is ignored.
 
-    Numbers, strings, bytes, tensors, NumPy arrays, and lists, tuples, sets and dicts of these travel as they are
-    (tensors come on the CPU). Objects of other classes are pickled, as Horovod does with all.
+    Numbers, strings, bytes, tensors, NumPy arrays, and lists, tuples, sets and dicts of these are sent without pickle
+    (received tensors are on the CPU). Objects of other classes are pickled, as Horovod does with all objects.
 
-    Raises UsageError for an object of another class where the processes are on several machines: who can write to their
-    connections could run code in them. PACELINE_HOROVOD_PICKLE=1 allows it.
+    Raises:
+        UsageError: an object would be pickled, but the processes are on several machines: anyone who can write to their
+            connections could run code in them. PACELINE_HOROVOD_PICKLE=1 allows it.
     """
     check_root(root_rank, "hvd.broadcast_object")
     hvd_world.check_process_set(process_set, "hvd.broadcast_object")
@@ -112,16 +113,16 @@ def broadcast_object(obj: T, root_rank: int = 0, name: str | None = None, proces
         "broadcast_object",
         name,
         [f"from rank {root_rank}"],
-        lambda: collectives.broadcast_object(sent, root_rank),
+        lambda: world_group().broadcast(sent, root_rank),
     )
     return obj if own else _received(received, "hvd.broadcast_object")
 
 
 def allgather_object(obj: T, name: str | None = None) -> list[T]:
-    """Every process's object, in rank order. How they travel, and the error: see `broadcast_object`."""
+    """Return every process's object, in rank order. Objects are sent as in `broadcast_object`, with the same error."""
     hvd_world.members()
     sent = _to_send(obj, "hvd.allgather_object(obj)")
-    everyone = named_operations.call("allgather_object", name, [], lambda: collectives.gather_objects(sent))
+    everyone = named_operations.call("allgather_object", name, [], lambda: world_group().gather(sent))
     return [_received(received, "hvd.allgather_object") for received in everyone]
 
 
@@ -130,8 +131,8 @@ def _to_send(obj: Any, what: str) -> _Sent:
         plain_state.encode(obj, what, sent=True)
     except UsageError as error:
         if not _may_pickle():
-            raise UsageError(f"{error} Or set {PICKLE}=1 on all machines, where nobody else reaches them.") from None
-        import cloudpickle  # type: ignore[import-untyped]  # as Horovod's: functions of the script travel too
+            raise UsageError(f"{error} Or set {PICKLE}=1 on all machines, if only you can reach them.") from None
+        import cloudpickle  # type: ignore[import-untyped]  # as in Horovod, to send functions of the script too
 
         return "pickle", bytes(cloudpickle.dumps(obj))
     return "plain", obj
@@ -142,10 +143,10 @@ def _received(sent: _Sent, call: str) -> Any:
     if kind == "plain":
         return value
     if not _may_pickle():
-        raise UsageError(f"{call}: an object came as a pickle from another machine. Set {PICKLE}=1 on all, or on none.")
+        raise UsageError(f"{call}: received a pickle from another machine. Set {PICKLE}=1 on all machines, or on none.")
     return pickle.loads(value)
 
 
 def _may_pickle() -> bool:
-    """Whether all processes are on one machine, or the user allows it."""
+    """Return whether all processes are on one machine, or the user allows pickles."""
     return hvd_world.cross_size() == 1 or os.environ.get(PICKLE) == "1"

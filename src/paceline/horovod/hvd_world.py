@@ -1,4 +1,4 @@
-"""The world of a Horovod script: init, shutdown, ranks and sizes, and what the library can do."""
+"""The world of a Horovod script: init, shutdown, ranks, sizes, and available backends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from paceline import world as worlds
-from paceline.comm import collectives, device_choice, process_group
+from paceline.comm import device_choice, process_group
+from paceline.comm.mesh import world_group
 from paceline.errors import SettingError, UsageError, WorldError
 from paceline.world import World
 
@@ -35,32 +36,32 @@ Min, Max, Product = ReduceOp.Min, ReduceOp.Max, ReduceOp.Product
 
 
 class HorovodInternalError(RuntimeError):
-    """Horovod raises it where a collective fails. Here torch.distributed's own error is raised in its place; the name
-    is there for scripts that import it."""
+    """Horovod's exception for a failed collective. It is never raised, and exists only for scripts that import it. A
+    failed collective raises torch's exception."""
 
 
 # ---- joining ----
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Join the world that the launcher made (`paceline run`, torchrun, srun, mpirun); alone, the world is this process.
+    """Join the other processes of the launcher (`paceline run`, torchrun, srun, mpirun), or run alone without one.
 
-    Calling it again changes nothing. On a machine with GPUs each process's own becomes the current device.
+    Calling it again has no effect. On a machine with GPUs, this process's GPU becomes the current device.
 
     Raises:
-        WorldError: an environment that describes no world, or one of `horovodrun`.
-        SettingError: a communicator or process sets, or settings that are for scripts with paceline.start().
+        WorldError: the environment describes no consistent world, or comes from `horovodrun`.
+        SettingError: `comm` or `process_sets` was given, or the command line sets settings for paceline.start().
     """
     if _worlds:
         return
     if comm is not None:
         raise SettingError(
-            "hvd.init(comm=...): there is no MPI here, so a communicator cannot be taken over. Call hvd.init(), and "
-            "start as many processes as shall take part."
+            "hvd.init(comm=...): MPI communicators are not supported. Call hvd.init(), and start only the processes "
+            "that should take part."
         )
     if process_sets:
         raise _no_process_sets("hvd.init(process_sets=...)")
-    if process_group.runs == 0:  # else they are those of a run that this process has started
+    if process_group.runs == 0:  # otherwise the settings belong to a run that this process has joined
         _refuse_settings()
     _worlds.append(_join(worlds.from_env(os.environ)))
 
@@ -71,25 +72,25 @@ def _refuse_settings() -> None:
     if given:
         flags = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise SettingError(
-            f"the command line sets {flags}, and this script trains with paceline.horovod, which takes no settings of "
+            f"the command line sets {flags}, but this script uses paceline.horovod, which does not support settings of "
             "paceline run. Leave them out, or move the script to paceline.start() (docs/horovod.md)."
         )
     if os.environ.get(worlds.TRIAL):
         raise UsageError(
-            "`paceline compare` and `paceline verify` look at runs of paceline.start(), and this script trains with "
-            "paceline.horovod: its data and its batch are its own. Move it to paceline.start() (docs/horovod.md), or "
-            "have `paceline doctor` watch it as it is."
+            "`paceline compare` and `paceline verify` need a script with paceline.start(), but this one uses "
+            "paceline.horovod and handles its data itself. Move it to paceline.start() (docs/horovod.md), or check it "
+            "with `paceline doctor`."
         )
 
 
 def _join(world: World) -> World:
-    """Joins the default process group, and makes this process's accelerator the current one."""
+    """Join the default process group, and make this process's accelerator the current device."""
     started = os.environ.get("HOROVOD_SIZE", "1")
     if world.size == 1 and started not in ("", "1"):
         raise WorldError(
-            f"HOROVOD_SIZE={started}: horovodrun started this process, and paceline.horovod cannot meet the others: "
-            f"each would train by itself. Start the script with `paceline run --nproc {started} script.py` (several "
-            "machines: --nnodes, as for torchrun), or with torchrun, srun or mpirun."
+            f"HOROVOD_SIZE={started}: horovodrun started this process, but paceline.horovod cannot connect to the "
+            f"others, so each would train a separate model. Start the script with `paceline run --nproc {started} "
+            "script.py` (several machines: --nnodes, as in torchrun), or with torchrun, srun or mpirun."
         )
     rendezvous = process_group.Rendezvous(world, None)
     device = _device(world)
@@ -102,21 +103,25 @@ def _join(world: World) -> World:
 
 
 def _device(world: World) -> torch.device:
-    """This process's device: where there are fewer accelerators than processes, some share one (a script that computes
-    on the CPU may well be started in more processes than there are GPUs)."""
+    """Return this process's device. With fewer accelerators than processes, some processes share one.
+
+    A script that computes on the CPU may have more processes than there are GPUs.
+    """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     count = torch.accelerator.device_count() if accelerator is not None else 0
     return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, world.local_rank % count)
 
 
 def shutdown() -> None:
-    """Take back `init`: ranks and collectives are refused until it is called again. The processes stay connected until
-    they exit."""
+    """Undo `init`: ranks and collectives raise an error until `init` is called again.
+
+    The processes stay connected until they exit.
+    """
     _worlds.clear()
 
 
 def is_initialized() -> bool:
-    """Was `init` called?"""
+    """Return whether `init` was called."""
     return bool(_worlds)
 
 
@@ -131,7 +136,7 @@ def world() -> World:
 
 
 def rank() -> int:
-    """This process's number among all."""
+    """This process's number, from 0."""
     return world().rank
 
 
@@ -161,15 +166,15 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Has every machine as many processes as this one?"""
+    """Return whether every machine has the same number of processes."""
     return size() == local_size() * cross_size()
 
 
-# ---- process sets: the one of all processes ----
+# ---- process sets: only the set of all processes ----
 
 
 class ProcessSet:
-    """Processes that communicate. Only that of all of them is there: `global_process_set`."""
+    """A set of processes. Only the set of all processes is supported: `global_process_set`."""
 
     process_set_id = 0
 
@@ -195,7 +200,7 @@ global_process_set = ProcessSet()
 
 
 def add_process_set(process_set: Any) -> Any:
-    """Refused: see ProcessSet."""
+    """Raise SettingError: not supported, see ProcessSet."""
     raise _no_process_sets(f"hvd.ProcessSet {process_set!r}")
 
 
@@ -203,23 +208,23 @@ remove_process_set = add_process_set
 
 
 def check_process_set(process_set: Any, call: str) -> None:
-    """Raises SettingError where another set than that of all processes is meant."""
+    """Raise SettingError unless the process set is `global_process_set` or None."""
     if process_set is not None and process_set is not global_process_set:
         raise _no_process_sets(f"{call}(process_set={process_set!r})")
 
 
 def _no_process_sets(call: str) -> SettingError:
     return SettingError(
-        f"{call}: paceline.horovod has no process sets but that of all processes. Make a group with "
-        "torch.distributed.new_group(ranks) after hvd.init(), and call torch.distributed with it."
+        f"{call}: paceline.horovod supports only the process set of all processes. Create a group with "
+        "torch.distributed.new_group(ranks) after hvd.init(), and pass it to torch.distributed."
     )
 
 
-# ---- what there is ----
+# ---- available backends ----
 
 
 def gloo_built() -> bool:
-    """Does torch have gloo? CPU tensors travel by it."""
+    """Return whether torch has gloo, the backend for CPU tensors."""
     return dist.is_gloo_available()
 
 
@@ -227,22 +232,22 @@ gloo_enabled = gloo_built
 
 
 def nccl_built() -> bool:
-    """Does torch have NCCL?"""
+    """Return whether torch has NCCL."""
     return dist.is_nccl_available()
 
 
 def cuda_built() -> bool:
-    """Was torch built for CUDA?"""
+    """Return whether torch was built for CUDA."""
     return torch.version.cuda is not None
 
 
 def rocm_built() -> bool:
-    """Was torch built for ROCm?"""
+    """Return whether torch was built for ROCm."""
     return torch.version.hip is not None
 
 
 def mpi_built() -> bool:
-    """False: neither MPI (mpirun may start the processes, and no more) nor DDL nor oneCCL carries anything here."""
+    """Return False: MPI, DDL and oneCCL are not used for communication. (mpirun may still start the processes.)"""
     return False
 
 
@@ -250,18 +255,18 @@ mpi_enabled = mpi_threads_supported = ddl_built = ccl_built = mpi_built
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Refused: there is no background thread to draw."""
+    """Raise UsageError: there is no timeline."""
     raise UsageError(
         f"hvd.start_timeline({file_path!r}): paceline.horovod has no timeline. Use torch.profiler.profile() around "
-        "some steps and export_chrome_trace(): it shows the collectives beside the computation."
+        "some steps, and export_chrome_trace(), which shows collectives and computation."
     )
 
 
 def stop_timeline() -> None:
-    """Nothing to stop."""
+    """Do nothing: there is no timeline."""
 
 
 def members() -> int:
-    """The processes of the group that exists; for checks that `init` was called."""
+    """Return the number of processes. Raises UsageError before `init`."""
     world()
-    return collectives.size_of()
+    return world_group().size

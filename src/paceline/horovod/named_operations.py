@@ -1,17 +1,17 @@
-"""Collective calls that are matched by their names, as Horovod does it.
+"""Match collective calls by name, like Horovod.
 
-A script's processes may make their calls in another order, since Horovod's background thread waits until all processes
-have asked for a name. torch.distributed matches calls by their order alone: two all-reduces of one size that change
-places give wrong numbers in silence. So calls are first written down (`post`). A process that waits for one takes part
-in rounds, with all others that wait:
+In Horovod, processes may make their calls in different orders: its background thread waits until all processes have
+requested a name. torch.distributed matches calls only by their order: if two all-reduces of the same size swap places,
+the results are silently wrong. So calls are first recorded (`post`). A process that waits for a call takes part in
+rounds with all other waiting processes:
 
-Phase 1: all processes tell each other what they have posted and what they wait for.
-Phase 2: what all have posted is carried out, in rank 0's order. Where one name stands for different things (another
-  shape, dtype or operation), all processes raise an error.
-Phase 3: where nothing was carried out, and nobody can go on, all processes raise an error that says who waits for what.
+Phase 1: all processes exchange the names of their posted calls, and of the call that each waits for.
+Phase 2: calls posted by all processes are executed, in rank 0's order. If one name has different shapes, dtypes or
+  operations, all processes raise an error.
+Phase 3: if no call was executed and no process can continue, all processes raise an error that names each rank's call.
 
-There is no background thread, so that an operation begins when the first process waits for it, and not when it was
-posted. Gradients do not go this way: gradient_reducer.py sends them while the backward runs.
+There is no background thread, so an operation starts when all processes wait, not when it is posted. Gradients do not
+use this module: gradient_reducer.py sends them while the backward runs.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 from paceline.errors import UsageError
 
 
 class Operation:
-    """A call that was posted: what Horovod calls a handle.
+    """A posted call. Horovod calls it a handle.
 
     Attributes:
         key: its kind and name, such as "allreduce 'loss'".
-        signature: what must be the same on all processes, in words: some parts.
-        done: was it carried out?
-        result: what the call returns.
+        signature: descriptions that must be the same on all processes.
+        done: whether it was executed.
+        result: the call's result.
     """
 
     def __init__(self, key: str, signature: Sequence[str], act: Callable[[], Any], form: Any, remedy: str) -> None:
@@ -41,11 +41,11 @@ class Operation:
         self._act: Callable[[], Any] | None = act
 
     def __call__(self) -> Any:
-        """Horovod's handles of sparse sums are called."""
+        """Wait, and return the result. In Horovod, handles of sparse sums are called."""
         return wait(self)
 
     def then(self, change: Callable[[Any], Any]) -> Operation:
-        """The same handle, whose result is `change` of what it would have been."""
+        """Apply `change` to the future result. Returns this handle."""
         act = self._act
         assert act is not None
         self._act = lambda: change(act())
@@ -57,14 +57,14 @@ class Operation:
 
 
 class _Words(NamedTuple):
-    """What a process says in a round."""
+    """A process's message in a round."""
 
     posted: list[tuple[str, tuple[str, ...], Any]]  # key, signature and form of each operation, in order
-    waiting: str | None  # for what it waits; None: it asks and goes on (poll)
-    joined: int  # rounds since it called join(), and takes part in what the others do; 0: it has not
+    waiting: str | None  # the call that it waits for; None: it only polls
+    joined: int  # rounds since the process called join(); 0: it has not called join()
 
 
-_SAME_CALLS = "Pass tensors of one shape and dtype, and the same operation, or give different things different names."
+_SAME_CALLS = "Use the same shape, dtype and operation on all processes, or give different calls different names."
 
 _posted: dict[str, Operation] = {}
 _unnamed: Counter[str] = Counter()  # calls without a name, by their kind
@@ -78,18 +78,18 @@ def post(
     form: Any = None,
     remedy: str = _SAME_CALLS,
 ) -> Operation:
-    """Write a call down.
+    """Record a call.
 
     Args:
         kind: such as "allreduce".
-        name: the script's; None: the number of this unnamed call.
-        signature: what must be the same on all processes, in words. An error shows the first part that differs.
+        name: the script's name for the call; None: the call gets a number.
+        signature: descriptions that must be the same on all processes. An error shows the first one that differs.
         act: communicates, and returns the call's result.
-        form: what a process that has joined must know to take part; None: it cannot.
-        remedy: the end of the error where the signatures differ.
+        form: information for a joined process to take part; None: a joined process cannot take part.
+        remedy: the remedy in the error if signatures differ.
 
     Raises:
-        UsageError: a call of that name has not ended yet.
+        UsageError: a call with that name is still pending.
     """
     if name is None:
         name = f"noname.{_unnamed[kind]}"
@@ -97,45 +97,45 @@ def post(
     key = f"{kind} {name!r}"
     if key in _posted:
         raise UsageError(
-            f"hvd.{key} was called again before the first call of that name was waited for. Give each its own name, or "
-            "call hvd.synchronize(handle) first."
+            f"hvd.{key} was called again while a call with that name is pending. Use different names, or call "
+            "hvd.synchronize(handle) first."
         )
     operation = _posted[key] = Operation(key, signature, act, form, remedy)
     return operation
 
 
 def wait(operation: Operation) -> Any:
-    """Its result, once it was carried out on all processes."""
+    """Wait until the operation was executed on all processes, and return its result."""
     while not operation.done:
         _round(operation.key)
     return operation.result
 
 
 def ask(operation: Operation) -> bool:
-    """Was it carried out? Takes part in one round, which waits for the others to wait for something."""
+    """Return whether the operation was executed. Takes part in one round, which waits until all others wait or poll."""
     if not operation.done:
         _round(None)
     return operation.done
 
 
 def call(kind: str, name: str | None, signature: Sequence[str], act: Callable[[], Any], *more: Any) -> Any:
-    """`post` and `wait`."""
+    """Post a call and wait for its result."""
     return wait(post(kind, name, signature, act, *more))
 
 
 def take_part(stand_in: Callable[[Any], None]) -> int:
-    """Of a process that has nothing more to do: take part in the others' operations until all have come here.
+    """Take part in the operations of the other processes, without contributing data, until all processes have joined.
 
     Args:
-        stand_in: communicates as an operation of this form does, and adds nothing.
+        stand_in: communicates like an operation with the given form, without contributing data.
 
     Returns:
-        the rank that came last; the highest of those that came at once.
+        The last rank to join; the highest if several joined in the same round.
     """
     if _posted:
         raise UsageError(
-            f"hvd.join() was called while {', '.join(_posted)} had not been waited for. Call hvd.synchronize(handle) "
-            "on each handle first."
+            f"hvd.join() was called while {', '.join(_posted)} was pending. Call hvd.synchronize(handle) on each "
+            "handle first."
         )
     rounds = 0
     while True:
@@ -151,18 +151,18 @@ def _round(waiting: str | None) -> None:
     try:
         _act_on(_exchange(waiting), None)
     except Exception:
-        _posted.clear()  # what was posted cannot be matched any more
+        _posted.clear()  # pending calls can no longer be matched
         raise
 
 
 def _exchange(waiting: str | None, joined: int = 0) -> list[_Words]:
     own = _Words([(o.key, o.signature, o.form) for o in _posted.values()], waiting, joined)
-    everyone: list[Any] = collectives.gather_objects(tuple(own))
+    everyone: list[Any] = world_group().gather(tuple(own))
     return [_Words(*words) for words in everyone]
 
 
 def _act_on(everyone: list[_Words], stand_in: Callable[[Any], None] | None) -> None:
-    """Phases 2 and 3. stand_in: of a process that has joined."""
+    """Run phases 2 and 3. stand_in: set on a process that has joined."""
     active = {rank: words for rank, words in enumerate(everyone) if not words.joined}
     signatures = {rank: {key: signature for key, signature, _ in words.posted} for rank, words in active.items()}
     first = min(active)
@@ -177,8 +177,8 @@ def _act_on(everyone: list[_Words], stand_in: Callable[[Any], None] | None) -> N
         if len(active) < len(everyone) and form is None:
             gone = [rank for rank, words in enumerate(everyone) if words.joined]
             raise UsageError(
-                f"hvd.{key} needs all processes, and rank {', '.join(map(str, gone))} has called hvd.join(): those "
-                "take part in sums, averages and barriers only. Make the call before join()."
+                f"hvd.{key} needs all processes, but rank {', '.join(map(str, gone))} has called hvd.join(), after "
+                "which only sums, averages and barriers work. Make the call before join()."
             )
     if not ready and all(words.waiting is not None for words in active.values()):
         raise UsageError(_stuck(everyone))
@@ -192,6 +192,6 @@ def _act_on(everyone: list[_Words], stand_in: Callable[[Any], None] | None) -> N
 def _stuck(everyone: list[_Words]) -> str:
     waits = "; ".join(f"rank {rank} waits for {words.waiting}" for rank, words in enumerate(everyone))
     return (
-        f"no process can go on: {waits}. Every process makes the same calls, under the same names: look for a call "
-        "inside `if hvd.rank() == 0:`, for loops of different lengths, and for names that hold a rank."
+        f"no process can continue: {waits}. Every process must make the same calls, with the same names. Look for "
+        "calls inside `if hvd.rank() == 0:`, loops of different lengths, and names that contain a rank."
     )

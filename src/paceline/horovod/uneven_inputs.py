@@ -1,4 +1,4 @@
-"""hvd.join: a process that has fewer batches than others takes part in their sums with zeros until they have ended."""
+"""hvd.join: a process with fewer batches contributes zeros to the other processes' sums until they finish."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from paceline.horovod.gradient_reducer import GradientReducer, reducers
 
 
 def join(device: Any = -1) -> int:
-    """Return when all processes have called it, and take part in the others' steps, sums and barriers until then.
+    """Take part in the other processes' steps, sums and barriers until all processes have called join.
 
-    As in Horovod an average divides by all processes, also by those that have joined and add zeros: it is then no mean
-    over the examples. The weights of a process that has joined stay behind: broadcast those of the rank that is
-    returned.
+    As in Horovod, joined processes add zeros, but an average still divides by the number of all processes. So it is not
+    a mean over the examples. A joined process does not update its weights: broadcast the weights of the returned rank.
 
     Args:
-        device: Horovod's, which is not looked at: zeros lie where the tensors do.
+        device: ignored; for compatibility with Horovod. Zeros are created on the tensors' device.
 
     Returns:
-        the rank that came last.
+        The last rank to call join.
 
     Raises:
-        UsageError: between a backward and its step; with sparse gradients; or what the others do needs all processes.
+        UsageError: join was called between a backward and its step; gradients are sparse; or another process makes a
+            call that needs all processes.
     """
     hvd_world.members()
     for reducer in reducers:
         if reducer.under_way:
-            raise UsageError(f"hvd.join() came between a backward and the step of {reducer.label}. Step first.")
+            raise UsageError(
+                f"hvd.join() was called between a backward and the step of {reducer.label}. Call its step() first."
+            )
         if reducer.gathers:
             raise UsageError(
-                f"hvd.join(): {reducer.label} has sparse gradients, which need all processes. Give it "
-                "sparse_as_dense=True, or all processes equally many batches (DistributedSampler does)."
+                f"hvd.join(): {reducer.label} has sparse gradients, which need all processes. Set "
+                "sparse_as_dense=True, or give all processes the same number of batches (with DistributedSampler)."
             )
-    threads = [_Stand(reducer) for reducer in reducers]
+    threads = [_StandIn(reducer) for reducer in reducers]
     for thread in threads:
         thread.start()
     last = named_operations.take_part(hvd_collectives.stand_in)
@@ -48,8 +50,8 @@ def join(device: Any = -1) -> int:
     return last
 
 
-class _Stand(threading.Thread):
-    """Stands in for this process in the steps of one optimizer, whose process group is its own."""
+class _StandIn(threading.Thread):
+    """Contributes zeros to the steps of one optimizer, in the optimizer's process group."""
 
     def __init__(self, reducer: GradientReducer) -> None:
         super().__init__(daemon=True, name=f"paceline-join-{reducer.label}")

@@ -1,35 +1,37 @@
-"""Starting, watching and ending the worker processes of a run. Importing this imports no torch.
+"""Start, watch and end the worker processes of a run. Importing this package does not import torch.
 
-hosts.py               --hosts: on which machines, how ssh is called and what it says (pure)
-ssh.py                 a launcher on each of these hosts, as one run
-nodes.py               which machines take part and where they meet (pure)
-checks.py              the script, an outer launcher, a port, devices: checked before anything starts
-plan.py                what is run, with which command line and environment (pure)
-worker.py              what each worker runs: the user's script, as plain python would
+hosts.py               --hosts: the list of machines, the ssh command, and remedies for ssh's errors (pure)
+ssh.py                 one launcher on each host, as one run
+nodes.py               the machines of a run and their rendezvous (pure)
+checks.py              checks before the start: script, outer launcher, ports, devices
+plan.py                the plan of a run: command line and environment of each worker (pure)
+worker.py              the program of each worker: runs the user's script as plain python would
 processes.py           starting and ending operating-system processes
-early_start.py         the first workers on one machine, before the launcher has loaded torch
-output.py              what the ranks print
-streams.py             standard streams that are closed, full, or not read
-rendezvous.py          where the workers meet, on one machine and on several
-key_values.py          the requests of torch's client on a store
-store.py               the store on this machine, for this user's processes
-tunnel.py              the stores of several machines, for launchers that know the secret
+early_start.py         on one machine: start the first workers before the launcher has loaded torch
+output.py              the ranks' output
+streams.py             handle standard streams that are closed, full, or not read
+rendezvous.py          the rendezvous and the stores, on one machine and on several
+key_values.py          the operations of torch's store
+store.py               the store on this machine, for this user's processes only
+tunnel.py              encrypted connections to the stores, for launchers that know the secret
 secret.py              the file with the secret
-store_redirect.py      in the ranks of several machines: the way to the store
-agent.py               torch's elastic agent, with processes of our own
-peers.py               what the launchers of several machines tell each other
-stacks.py              where a worker stands: line and call, asked by a signal
-process_state.py       what the kernel says of a process: stopped, waits for a disk, swaps
-stalls.py              ranks that wait for others, and what keeps those that do not come, or have ended
-endings.py             what can be found out of how a rank ended
-stop_request.py        a signal that asks the run to save a checkpoint and end
-report.py              which rank is the cause of a failure, and how to say it (pure)
+store_redirect.py      in the ranks: connect to the store through a local port
+agent.py               torch's elastic agent, with our processes
+peers.py               messages between the launchers of several machines
+stacks.py              a worker's current line and call
+stack_thread.py        in the ranks: a thread that reports the main thread's stack
+process_state.py       the kernel's view of a process: stopped, waiting for a disk, swapping
+stalls.py              ranks that wait for other ranks, and why those do not arrive
+endings.py             how a rank ended
+restart_policy.py      which ranks restart after which event (pure)
+stop_request.py        a signal that asks the run to save a checkpoint and stop
+report.py              which rank caused a failure, and the report (pure)
 interrupts.py          Ctrl-C and SIGTERM
-import_hook.py         code around the execution of a module that a script imports
-torch_import.py        loading torch faster, and the interpreter's end after it
+import_hook.py         run code around the execution of a module
+torch_import.py        a faster import of torch, and a faster exit after it
 supervise.py           a run, from the rendezvous to the last message
-function.py            paceline.launch: a function in place of a script
-environment_report.py  what `paceline env` prints
+function.py            paceline.launch: a function instead of a script
+environment_report.py  the report of `paceline env`
 """
 
 from __future__ import annotations
@@ -48,8 +50,10 @@ from paceline.world import NOTICE_SECONDS
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """While torch is being loaded, its C++ part logs errors only. Where a connection breaks it would log pages of
-    warnings, of which the launcher says a line. torch reads the level at its import; the workers keep theirs."""
+    """Set the log level of torch's C++ code to ERROR in this block, which imports torch. The workers keep their level.
+
+    When a connection breaks, torch would log pages of warnings. The launcher prints one line instead.
+    """
     level = "TORCH_CPP_LOG_LEVEL"
     with variable(level, os.environ.get(level, "ERROR")):
         yield
@@ -73,33 +77,33 @@ def run(
     stall_action: str = "say",
     check_strategy: Callable[[StrategySpec | None, int | None, int | None], int] | None = None,
 ) -> int:
-    """Run `script` in `nproc` processes of this machine and wait until all have ended.
+    """Run `script` in `nproc` processes on this machine, and wait until all processes have ended.
 
     Args:
         script: path of a Python file, or the name of a module.
-        args: its arguments, untouched.
-        nproc: the number of workers, or "gpu", "cpu" or "auto", as torchrun understands them.
-        settings: those of the command line, by name; they override the script's. "config": a settings file.
-        module: is `script` a module's name?
-        nodes: the machines that take part.
-        max_restarts: how often all workers are started again after a failure.
-        memory_every: steps between two checkpoints in memory, from which a restart goes on; None: there are none.
-        monitor_seconds: between two polls of the workers.
-        output: directory for what the ranks other than the first print; None: a temporary one.
-        tee: ranks whose output is shown too, such as "1,3" or "all".
-        grace: at SIGTERM, seconds in which the run may save a checkpoint and end; 0: it is ended at once. None: 25 s
-            where the script has called run.save or run.restore, and otherwise it is ended at once.
-        stall_seconds: how long a rank may wait for others before it is said; None: by the usual time of a batch.
-        stall_action: "say" it, "end" the run too, or "restart" all ranks, as `max_restarts` allows.
+        args: arguments of the script, passed unchanged.
+        nproc: the number of workers, or "gpu", "cpu" or "auto", as in torchrun.
+        settings: settings of the command line, which override the script's. "config": a settings file.
+        module: whether `script` is the name of a module.
+        nodes: the machines of the run.
+        max_restarts: the maximum number of restarts of all workers after failures.
+        memory_every: steps between two in-memory checkpoints for restarts. None: no in-memory checkpoints.
+        monitor_seconds: seconds between two polls of the workers.
+        output: directory for the output of all ranks but the first. None: a temporary directory.
+        tee: further ranks whose output is shown, such as "1,3" or "all".
+        grace: the seconds that the run may take after SIGTERM to save a checkpoint and end. 0: end the run at once.
+            None: 25 s if the script has called run.save or run.restore, otherwise 0.
+        stall_seconds: seconds that a rank may wait for others before a report. None: based on the usual batch time.
+        stall_action: "say": only report. "end": also end the run. "restart": restart all ranks (`max_restarts`).
         check_strategy: see plan.StrategyCheck.
 
     Returns:
-        The launcher's exit code: 0, that of the rank that failed first, 128 + n for a signal n, 75 where the run was
-        asked to stop and has saved a checkpoint (SIGUSR1, or SIGTERM and `grace`), or 124 where a stall ended it.
+        The launcher's exit code: 0; the exit code of the rank that failed first; 128 + n for a signal n; 75 if the run
+        was asked to stop and has saved a checkpoint (SIGUSR1, or SIGTERM and `grace`); 124 if a stall ended it.
 
     Raises:
-        LaunchError: something that was asked for cannot be run, or a process could not be started.
-        SettingError: a setting that cannot work.
+        LaunchError: the request cannot be run, or a process could not be started.
+        SettingError: a setting has an invalid value.
     """
     from paceline.launcher import early_start
     from paceline.launcher.interrupts import Interrupts, Stopped
@@ -136,8 +140,8 @@ def run(
                 )
             if nodes.unused:
                 say(
-                    f"paceline: {', '.join(nodes.unused)}: not used, since there is one machine, whose processes meet "
-                    "on loopback. For several give --nnodes too.\n"
+                    f"paceline: {', '.join(nodes.unused)} has no effect on one machine, which uses loopback. For "
+                    "several machines, give --nnodes too.\n"
                 )
             ranks = Output(plan.output, plan.tee)
             if early_start.possible(plan):
@@ -149,10 +153,10 @@ def run(
                 from paceline.launcher.supervise import supervise
             outcome = supervise(plan, interrupts, ranks, early)
         except BaseException as error:
-            if early is not None:  # perhaps the agent has not taken them over
+            if early is not None:  # the agent may not have taken over the early workers
                 interrupts.deferred = True
-                by_hand = isinstance(error, Stopped) and error.signum == signal.SIGINT
-                early.processes.stop(signal.SIGINT if by_hand else signal.SIGTERM, lambda: interrupts.impatient)
+                ctrl_c = isinstance(error, Stopped) and error.signum == signal.SIGINT
+                early.processes.stop(signal.SIGINT if ctrl_c else signal.SIGTERM, lambda: interrupts.impatient)
             if ranks is not None:
                 ranks.close(failed=False)
             if isinstance(error, Stopped):
@@ -160,6 +164,6 @@ def run(
             raise
         where = ranks.close(failed=outcome.exit_code != 0 and not outcome.refused and not outcome.saved)
         if outcome.exit_code != 0:
-            interrupts.deferred = False  # a reader that does not come keeps nobody from ending this
-            say(outcome.story + where, last=True)
+            interrupts.deferred = False  # allow Ctrl-C while this waits for a slow reader
+            say(outcome.report + where, last=True)
         return outcome.exit_code

@@ -1,4 +1,4 @@
-"""What `paceline env` prints, for a bug report. Loads torch when it is called."""
+"""The report of `paceline env`, for bug reports. Loads torch when called."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 
 def environment_report() -> str:
-    """The report, ending in a newline."""
+    """Return the report, ending in a newline."""
     import torch
 
     lines = [
@@ -74,7 +74,7 @@ def _version(name: str) -> str:
 
 
 def _variables(environ: Mapping[str, str]) -> list[str]:
-    """The variables that bear on a run. Of secrets, only that they are set."""
+    """List the environment variables that affect a run. Values of secrets are hidden."""
     shown = {name: value for name, value in sorted(environ.items()) if name.startswith(_PREFIXES)}
     return [
         f"{name}={'(set)' if any(word in name for word in _SECRET) else value}" for name, value in shown.items()

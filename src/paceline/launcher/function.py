@@ -1,4 +1,4 @@
-"""A function in several processes, which the same agent starts as a script: for paceline.launch (launching.py)."""
+"""The implementation of paceline.launch: run a function in several processes, with the same agent as a script."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def call(
     tee: str,
     check_strategy: StrategyCheck,
 ) -> list[Any]:
-    """paceline.launch, whose docstring is in launching.py."""
+    """Implement paceline.launch. See the docstring in launching.py."""
     from paceline.launcher.interrupts import Interrupts, Stopped
     from paceline.launcher.output import Output, say
 
     if not callable(fn):
-        raise SettingError(f"launch({fn!r}): a function is needed, to call in each process: launch(train, nproc=2).")
+        raise SettingError(f"launch({fn!r}): not a function. Pass the function to call: launch(train, nproc=2).")
     plan = make_plan("", (), nproc, settings, check_strategy, kind="function", tee=tee, timeout_seconds=timeout)
     payload = _pickled(fn, args)
     output = Output(None, plan.tee, console=False)
@@ -54,14 +54,14 @@ def call(
             stopped = error.signum
         else:
             if outcome.saved:
-                say(outcome.story)
+                say(outcome.report)
                 signal.raise_signal(signal.SIGTERM)
-            failed = LaunchError(f"launch({_name(fn)}): {outcome.story}".rstrip("\n"))
-            notebook.shorten(failed, f"LaunchError: {failed}")  # with the rank's traceback, and not the launcher's
+            failed = LaunchError(f"launch({_name(fn)}): {outcome.report}".rstrip("\n"))
+            notebook.shorten(failed, f"LaunchError: {failed}")  # with the rank's traceback, not the launcher's
             raise failed
         finally:
             output.close(failed=False)
-    if stopped != signal.SIGINT:  # what this process does at such a signal, it does now that all others have ended
+    if stopped != signal.SIGINT:  # now that the workers have ended, let this process handle the signal as usual
         signal.raise_signal(stopped)
     interrupted = KeyboardInterrupt()
     notebook.shorten(interrupted, "KeyboardInterrupt: paceline.launch was interrupted. All its processes have ended.")
@@ -69,26 +69,26 @@ def call(
 
 
 def _name(fn: Callable[..., Any]) -> str:
-    """The function with its module: many are called train or main."""
+    """Return the function's name with its module, because many functions are called train or main."""
     name = getattr(fn, "__qualname__", None)
     return repr(fn) if name is None else f"{getattr(fn, '__module__', '?')}.{name}"
 
 
 def _pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """The function with its arguments, as bytes. Raises LaunchError."""
-    import cloudpickle  # type: ignore[import-untyped]  # plain pickle cannot send what is defined in a notebook or in a function
+    """Pickle the function and its arguments. Raises LaunchError."""
+    import cloudpickle  # type: ignore[import-untyped]  # pickle cannot send functions defined in a notebook or function
 
     try:
         return bytes(cloudpickle.dumps((fn, args)))
-    except Exception as error:  # pickling raises what it likes
+    except Exception as error:  # pickling may raise anything
         raise LaunchError(
             f"launch({_name(fn)}): the function, or something that it uses, cannot be sent to other processes "
-            f"({error}). Make files, locks, loaders and the like inside the function."
+            f"({error}). Create files, locks, loaders and similar objects inside the function."
         ) from None
 
 
 def _result(path: str, fn: Callable[..., Any], rank: int) -> Any:
-    """What the function returned on a rank. Raises LaunchError."""
+    """Return the function's result on a rank, read from the file at `path`. Raises LaunchError."""
     try:
         with open(path, "rb") as file:
             data = file.read()
@@ -98,8 +98,8 @@ def _result(path: str, fn: Callable[..., Any], rank: int) -> Any:
         ) from None
     try:
         return pickle.loads(data)
-    except Exception as error:  # unpickling raises what it likes
+    except Exception as error:  # unpickling may raise anything
         raise LaunchError(
-            f"launch({_name(fn)}): what it returned on rank {rank} cannot be read here ({type(error).__name__}: "
-            f"{error}). Return numbers, strings, tensors on the CPU, or lists and dicts of them."
+            f"launch({_name(fn)}): the result of rank {rank} cannot be read here ({type(error).__name__}: {error}). "
+            "Return numbers, strings, tensors on the CPU, or lists and dicts of them."
         ) from None

@@ -1,13 +1,15 @@
-"""Run code around the execution of a module, however the script comes to import it. Imports no torch.
+"""Run code around the execution of a module, regardless of how the script imports it. Does not import torch.
 
 Many libraries look for torch (`importlib.util.find_spec("torch")`) before they import it, or import it lazily. So a
 hook acts when the module is executed, not when it is looked up:
 
 1. A finder in sys.meta_path asks the other finders for the module.
-2. It puts its own loader into the spec that they return.
-3. When Python executes the module, that loader puts the original one back and runs it within the registered contexts.
+2. In the spec that they return, it replaces the loader by a _Loader.
+3. When Python executes the module, the _Loader restores the original loader, which then executes the module within the
+   registered contexts.
 
-The finder stays: a module that is reloaded, or imported anew after a failure, is executed within the contexts again.
+The finder stays installed. So a module that is reloaded, or imported again after a failure, is executed within the
+contexts again.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ _arounds: dict[str, list[Around]] = defaultdict(list)  # module -> its contexts,
 
 
 def around_import(name: str, around: Around) -> None:
-    """Execute the module `name` within `around(module)`, each time that it is executed from now on."""
+    """From now on, execute the module `name` within `around(module)`."""
     _arounds[name].append(around)
     _put_first()
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call `then(module)` as soon as the module has been executed: at once if it has been already."""
+    """Call `then(module)` after each execution of the module, and now if the module is already imported."""
 
     @contextmanager
     def around(module: ModuleType) -> Iterator[None]:
@@ -48,8 +50,10 @@ def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 def stay_first() -> None:
-    """From now on put the finder first again, just before an `import` of one of its modules, where the script has moved
-    it or taken it out of sys.meta_path. For the rest of the process, each audit event of Python costs a call."""
+    """Move the finder back to the front of sys.meta_path before each import of a registered module.
+
+    This costs one function call per Python audit event, until the process ends.
+    """
 
     def audit(event: str, args: Sequence[Any]) -> None:
         if event == "import" and args[0] in _arounds:
@@ -64,7 +68,7 @@ def _put_first() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules in `_arounds`, by the other finders."""
+    """Finds the modules in `_arounds` through the other finders, and replaces their loaders."""
 
     def __init__(self) -> None:
         self._thread = threading.local()
@@ -75,7 +79,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name not in _arounds:
             return None
         asked: set[str] = self._thread.__dict__.setdefault("asked", set())
-        if name in asked:  # another hook that we ask uses importlib.util.find_spec
+        if name in asked:  # another finder called importlib.util.find_spec
             return None
         asked.add(name)
         try:
@@ -90,7 +94,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Executes a module by its own loader, within the contexts that are registered for it."""
+    """Executes a module with the module's original loader, within the contexts that are registered for the module."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -109,7 +113,7 @@ class _Loader(importlib.abc.Loader):
             self._loader.exec_module(module)
 
     def __getattr__(self, name: str) -> Any:
-        """The other methods of the module's own loader, such as get_source and get_data."""
+        """Forward other methods, such as get_source and get_data, to the module's loader."""
         return getattr(object.__getattribute__(self, "_loader"), name)
 
 

@@ -1,12 +1,12 @@
-"""The key-value store of a run, and the requests of torch's TCPStore client on it. No sockets, no torch.
+"""The key-value store of a run: serves the requests of torch's TCPStore client. No sockets, no torch.
 
-torch's own server asks nobody who he is. This one sits behind store.py, which does. It answers the client that torch
-has (TCPStore with is_master=False), so that every script, and every program that a rank starts, finds its store as
-under torchrun. tests/test_torch_private.py asks it everything that the client of the installed torch can ask.
+torch's server does not authenticate its clients. For this server, store.py does. It serves torch's client (TCPStore
+with is_master=False), so scripts, and programs that a rank starts, find a store as under torchrun.
+tests/test_torch_private.py sends it every request of the installed torch's client.
 
-A request is a byte for the operation and then its arguments: numbers of 8 bytes, and byte strings with their length
-before them, in the byte order of the machine. So is an answer. Nothing in them is ever interpreted but the numbers of
-`add`.
+A request is one byte for the operation, then the arguments. An argument is an 8-byte number, or a byte string after its
+length. Numbers are in the machine's byte order. Answers have the same form. The server interprets no values, except the
+numbers of `add`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 MAX_BYTES = 64 << 20
-"""Of one key or value."""
+"""The size limit of a key or value."""
 MAX_KEYS = 1 << 20
-"""Of one request."""
+"""The limit for the number of keys in a request."""
 
 _GREETING = struct.pack("=BI", 0, 0x3C85F7CE)
 PING, PONG = _GREETING + struct.pack("=BI", 13, 1), struct.pack("=I", 1)
-"""A first request of a client, which changes nothing, and the answer to it."""
+"""A client's first request, which changes nothing, and the server's answer."""
 
 
 class BadRequest(ValueError):
-    """No request of torch's client, or one beyond the limits."""
+    """The request is not from torch's client, or exceeds a limit."""
 
 
 class Flag(bytes):
-    """An answer that is sent as it is, without its length."""
+    """An answer that is sent without its length."""
 
 
 _DONE, _NOT_YET, _CANCELED = Flag(b"\0"), Flag(b"\1"), Flag(b"\1")
@@ -41,13 +41,13 @@ Answer = bytes | int | Sequence[bytes | int] | None
 
 
 class Values:
-    """The keys and values of one store, and who waits for which. Of one event loop."""
+    """The keys and values of one store, and the clients that wait for keys. Used by one event loop."""
 
     def __init__(self) -> None:
         self._data: dict[bytes, bytes] = {}
         self._queues: defaultdict[bytes, list[bytes]] = defaultdict(list)
-        self._arrivals: defaultdict[bytes, asyncio.Event] = defaultdict(asyncio.Event)  # of keys that are waited for
-        self._barriers: defaultdict[bytes, list[asyncio.Event]] = defaultdict(list)  # key -> of each who has come
+        self._arrivals: defaultdict[bytes, asyncio.Event] = defaultdict(asyncio.Event)  # awaited keys
+        self._barriers: defaultdict[bytes, list[asyncio.Event]] = defaultdict(list)  # key -> one per waiting client
 
     def _has(self, key: bytes) -> bool:
         return key in self._data or bool(self._queues.get(key))
@@ -61,7 +61,11 @@ class Values:
         self._arrived(key)
 
     def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """As torch has it: of a key that is missing, what was expected comes back, unless that is nothing."""
+        """Set the key to `desired` if its value equals `expected`, and return the resulting value.
+
+        As in torch, an empty `expected` creates a missing key. For another `expected`, the key stays missing, and
+        `expected` is returned.
+        """
         found = self._data.get(key)
         if found is None and expected:
             return expected
@@ -70,13 +74,13 @@ class Values:
         return self._data[key]
 
     def get(self, key: bytes) -> bytes:
-        return self._data.get(key, b"")  # the client has waited for it
+        return self._data.get(key, b"")  # the client has waited for the key
 
     def add(self, key: bytes, amount: int) -> int:
         try:
             total = int(self._data.get(key, b"0")) + amount
         except ValueError:
-            raise BadRequest("add() to a value that is no number") from None
+            raise BadRequest("add() to a value that is not a number") from None
         self.set(key, b"%d" % total)
         return total
 
@@ -139,8 +143,8 @@ class Values:
             here.remove(all_here)
 
 
-# The operations from 1 on (0 is the greeting), with what each takes: a string, a number, keys, pairs of key and value,
-# or the 4 bytes of a ping.
+# Operations 1, 2, ... with the types of their arguments: s is a string, n a number, k keys, p (key, value) pairs, and 4
+# the 4 bytes of a ping. Operation 0 is the greeting.
 _OPERATIONS: tuple[tuple[Callable[..., Answer | Awaitable[None]], str], ...] = (
     (Values.set, "ss"), (Values.compare_set, "sss"), (Values.get, "s"), (Values.add, "sn"), (Values.check, "k"),
     (Values.wait, "k"), (Values.num_keys, ""), (Values.delete, "s"), (Values.append, "ss"), (Values.multi_get, "k"),
@@ -150,10 +154,10 @@ _OPERATIONS: tuple[tuple[Callable[..., Answer | Awaitable[None]], str], ...] = (
 
 
 async def serve(values: Values, reader: asyncio.StreamReader, send: Callable[[bytes], object]) -> None:
-    """Answer one client until it goes. Raises BadRequest, and EOFError when it has gone."""
+    """Serve one client until it disconnects. Raises BadRequest, or EOFError when the client disconnects."""
     if await reader.readexactly(len(_GREETING)) != _GREETING:
-        raise BadRequest("it does not begin as torch's client does")
-    following: asyncio.Future[bytes] | None = None  # the next operation, which is read while the client waits
+        raise BadRequest("it does not speak the protocol of torch's client")
+    following: asyncio.Future[bytes] | None = None  # the next operation, read while the client waits
     while True:
         number = (await (following or reader.readexactly(1)))[0] - 1
         following = None
@@ -161,7 +165,7 @@ async def serve(values: Values, reader: asyncio.StreamReader, send: Callable[[by
             raise BadRequest(f"operation {number + 1} is unknown")
         operation, kinds = _OPERATIONS[number]
         answer = operation(values, *[await _argument(reader, kind) for kind in kinds])
-        if inspect.isawaitable(answer):  # it waits, until the client goes on, to call that off
+        if inspect.isawaitable(answer):  # wait until it is done, or the client's next request cancels it
             coming = asyncio.ensure_future(answer)
             following = asyncio.ensure_future(reader.readexactly(1))
             try:
@@ -181,7 +185,7 @@ async def _argument(reader: asyncio.StreamReader, kind: str) -> Any:
         return number
     most, what = (MAX_BYTES, "bytes in a key or value") if kind == "s" else (MAX_KEYS, "keys in a request")
     if not 0 <= number <= most:
-        raise BadRequest(f"{number} {what}; {most} is the limit")
+        raise BadRequest(f"{number} {what}; the limit is {most}")
     if kind == "s":
         return await reader.readexactly(number)
     if kind == "k":

@@ -1,9 +1,8 @@
-"""Which machines take part and where they meet: torchrun's options, read and checked. Pure, but for the file with
-the secret.
+"""The machines of a run and their rendezvous: read and check torchrun's options. Pure, except that it reads the secret.
 
-One machine meets nobody and listens on loopback only, whatever else is said. Several machines meet by a rendezvous:
-`static` where each launcher is told its number (--node-rank), or else `c10d`, or what --rdzv-backend names. These two
-need a secret that all of them share, unless they all are on one machine.
+A run on one machine listens on loopback only, regardless of the other options. Several machines use the rendezvous of
+--rdzv-backend. The default is `static` if --node-rank numbers the launchers, else `c10d`. `static` and `c10d` need a
+secret shared by all launchers, unless all launchers are on one machine.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ class Nodes:
     """The machines of a run.
 
     Attributes:
-        min_nodes, max_nodes: how many there may be. If they differ, machines may come and go.
-        backend: torch's rendezvous; "" on one machine.
-        host, port: where several machines meet. On one machine, the port of its store, 0 for any.
-        rank: this machine's number; None where the rendezvous gives the numbers.
-        run_id: the name of the run, alike on all machines.
+        min_nodes, max_nodes: the number of machines. If they differ, machines may join and leave.
+        backend: torch's rendezvous backend; "" on one machine.
+        host, port: the address of the rendezvous. On one machine, `port` is the store's port; 0: any free port.
+        rank: this machine's number; None if the rendezvous assigns it.
+        run_id: the name of the run, the same on all machines.
         conf: options of the rendezvous.
-        local_addr: the address by which others reach this machine; None: its name.
-        secret: what the launchers of several machines share; None: nothing.
-        secret_file: where it is from, for messages; "": handed over.
-        insecure: may everybody enter?
-        unused: options that were given and mean nothing on one machine.
+        local_addr: this machine's address for the other machines; None: its host name.
+        secret: the secret shared by the launchers of several machines, or None.
+        secret_file: the file with the secret, for messages; "" if the secret was passed directly.
+        insecure: accept launchers without a secret.
+        unused: the options that were given but have no effect on one machine.
     """
 
     min_nodes: int = 1
@@ -57,22 +56,25 @@ class Nodes:
 
     @property
     def may_change(self) -> bool:
-        """May machines come and go?"""
+        """Whether machines may join and leave."""
         return self.min_nodes < self.max_nodes
 
     @property
     def guarded(self) -> bool:
-        """Do the machines meet by our own rendezvous? (Not by one in an etcd server, or in a file that they share.)"""
+        """Whether the run uses our own rendezvous, not one in an etcd server or a shared file."""
         return self.several and _can_be_guarded(self.backend, self.conf)
 
     @property
     def tunnelled(self) -> bool:
-        """Do they meet over the network? Launchers of one machine do not: the kernel tells whose they are."""
+        """Whether the launchers connect through encrypted tunnels.
+
+        Launchers on one machine need no tunnels, because the kernel knows the owner of each connection.
+        """
         return self.guarded and not (self.secret is None and is_loopback(self.host))
 
     @property
     def key(self) -> bytes:
-        """The secret as bytes. Without one everybody knows it."""
+        """The secret as bytes. Without a secret it is empty, so everyone knows it."""
         return (self.secret or "").encode()
 
     @property
@@ -81,7 +83,7 @@ class Nodes:
 
     @property
     def loopback(self) -> bool:
-        """Do all processes run on this machine?"""
+        """Whether all processes run on this machine."""
         return not self.several or is_loopback(self.host)
 
 
@@ -103,15 +105,15 @@ def read_nodes(
     rdzv_secret_file: str | None = None,
     rdzv_insecure: bool = False,
 ) -> Nodes:
-    """Nodes from torchrun's options of the same names. Raises LaunchError where they contradict each other."""
+    """Make Nodes from torchrun's options of the same names. Raises LaunchError if they are invalid."""
     min_nodes, max_nodes = _counts(nnodes)
     if master_port is not None and not 0 <= master_port <= 65535:
-        raise LaunchError(f"--master-port {master_port} is no TCP port. Give a free one from 1024 to 65535.")
+        raise LaunchError(f"--master-port {master_port} is not a TCP port. Give a free port from 1024 to 65535.")
     if standalone and max_nodes > 1:
-        raise LaunchError(f"--standalone means this machine alone, but --nnodes is {nnodes}. Leave one of them out.")
+        raise LaunchError(f"--standalone means only this machine, but --nnodes is {nnodes}. Leave out one of them.")
     if node_rank is not None and not 0 <= node_rank < max_nodes:
-        numbers = "is 0, the only one" if max_nodes == 1 else f"is from 0 to {max_nodes - 1}"
-        raise LaunchError(f"--node-rank {node_rank}: with --nnodes {nnodes} a machine's number {numbers}.")
+        numbers = "must be 0" if max_nodes == 1 else f"must be from 0 to {max_nodes - 1}"
+        raise LaunchError(f"--node-rank {node_rank}: with --nnodes {nnodes}, a machine's number {numbers}.")
     if max_nodes == 1:
         return Nodes(
             port=0 if standalone else master_port or 0,
@@ -130,8 +132,8 @@ def read_nodes(
     backend = rdzv_backend or ("static" if node_rank is not None and fixed else "c10d")
     if backend == "static" and (node_rank is None or not fixed):
         raise LaunchError(
-            f"--rdzv-backend static needs a fixed number of machines and the number of this one: --nnodes {max_nodes} "
-            f"--node-rank N, with N from 0 to {max_nodes - 1}. Or use --rdzv-backend c10d, which numbers them itself."
+            f"--rdzv-backend static needs a fixed number of machines, and this machine's number: --nnodes {max_nodes} "
+            f"--node-rank N, with N from 0 to {max_nodes - 1}. Or use --rdzv-backend c10d, which numbers the machines."
         )
     default = _STATIC_PORT if backend == "static" else _C10D_PORT
     host, port = _endpoint(nnodes, rdzv_endpoint, master_addr, master_port, default)
@@ -154,72 +156,73 @@ def read_nodes(
 
 
 def _can_be_guarded(backend: str, conf: Mapping[str, str]) -> bool:
-    """Is it a rendezvous that we have of our own? (Not one in an etcd server, or in a file that machines share.)"""
+    """Return whether this is our own rendezvous, not one in an etcd server or a shared file."""
     return backend == "static" or (backend == "c10d" and conf.get("store_type", "tcp") == "tcp")
 
 
 def _secret(file: str | None, insecure: bool, backend: str, conf: Mapping[str, str], host: str) -> str | None:
-    """The machines' secret; None where they need none. Raises LaunchError where it is missing."""
+    """Return the secret of the run, or None if it needs none. Raises LaunchError if a required secret is missing."""
     if file is not None and insecure:
         raise LaunchError(
-            f"--rdzv-secret-file {file} and --rdzv-insecure contradict each other. Leave one of them out."
+            f"--rdzv-secret-file {file} and --rdzv-insecure contradict each other. Leave out one of them."
         )
     ours = _can_be_guarded(backend, conf)
     if file is not None and not ours:
         raise LaunchError(
-            f"--rdzv-secret-file {file} is for --rdzv-backend c10d (with store_type tcp) and static. Leave it out."
+            f"--rdzv-secret-file {file} works only with --rdzv-backend c10d (with store_type tcp) and static. Leave it "
+            "out."
         )
     if file is not None:
         return read_secret(file)
     if ours and not insecure and not is_loopback(host):
         raise LaunchError(
-            "several machines need a secret that they share: whoever reaches the place where they meet could otherwise "
-            "run code on all of them. Make one (`paceline secret FILE`), copy it to all machines or put it on a disk "
-            "that they share, and give --rdzv-secret-file FILE on each. (--hosts does it by itself. --rdzv-insecure "
-            "goes without: on a network where everybody may do everything.)"
+            "several machines need a shared secret. Without it, anyone who reaches the rendezvous could run code on "
+            "all of them. Make a secret (`paceline secret FILE`), copy it to all machines or to a shared disk, and "
+            "give --rdzv-secret-file FILE on each. (--hosts does this itself. --rdzv-insecure needs no secret; use it "
+            "only on a network where you trust everyone.)"
         )
     return None
 
 
 def _is_this_machine(place: str | None) -> bool:
-    """Does HOST or HOST:PORT name this machine's loopback, where all processes of one machine meet anyway?"""
+    """Return whether HOST or HOST:PORT is this machine's loopback, which a run on one machine uses anyway."""
     return place is not None and is_loopback(place.removeprefix("[").partition("]")[0].partition(":")[0] or "::1")
 
 
 def _unused(**given: object) -> tuple[str, ...]:
-    """The options that were given, as they were typed."""
+    """Return the options that are not None, formatted as on the command line."""
     return tuple(f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value is not None)
 
 
 def _counts(nnodes: str) -> tuple[int, int]:
-    """ "2" is (2, 2), "1:4" is (1, 4)."""
+    """Parse "2" as (2, 2) and "1:4" as (1, 4)."""
     parts = nnodes.split(":")
     if len(parts) > 2 or not all(part.isdecimal() for part in parts):
         raise LaunchError(f"--nnodes {nnodes}: give the number of machines, such as 2, or MIN:MAX, such as 1:4.")
     min_nodes, max_nodes = int(parts[0]), int(parts[-1])
     if not 1 <= min_nodes <= max_nodes:
-        raise LaunchError(f"--nnodes {nnodes}: at least one machine, and MIN not above MAX, such as 1:4.")
+        raise LaunchError(f"--nnodes {nnodes}: give at least one machine, and MIN not above MAX, such as 1:4.")
     return min_nodes, max_nodes
 
 
 def _endpoint(nnodes: str, endpoint: str | None, addr: str | None, port: int | None, default: int) -> tuple[str, int]:
-    """(host, port) where the machines meet. Raises LaunchError."""
+    """Return (host, port) of the rendezvous. Raises LaunchError."""
     if endpoint and addr and _split(endpoint, default)[0] != addr:
         raise LaunchError(
-            f"--rdzv-endpoint {endpoint} and --master-addr {addr} name two places to meet. Leave one of them out."
+            f"--rdzv-endpoint {endpoint} and --master-addr {addr} name two rendezvous hosts. Leave out one of them."
         )
     if endpoint:
         return _split(endpoint, default)
     if addr:
         return addr, port or default
     raise LaunchError(
-        f"--nnodes {nnodes}: the machines need a place to meet. Give --rdzv-endpoint HOST:{port or default} on each of "
-        "them, alike: the first machine's name or address, and a port that is free there."
+        f"--nnodes {nnodes}: several machines need a rendezvous. Give the same --rdzv-endpoint HOST:{port or default} "
+        "on each: the name or address of the first machine, and a free port there."
     )
 
 
 def _split(endpoint: str, default: int) -> tuple[str, int]:
-    """ "host:29400", "host" and "[::1]:29400"."""
+    """Parse "host:29400", "host" or "[::1]:29400" as (host, port)."""
     host, colon, port = endpoint.strip().rpartition(":")
     if not colon or endpoint.endswith("]"):
         host, port = endpoint.strip(), str(default)
@@ -230,7 +233,7 @@ def _split(endpoint: str, default: int) -> tuple[str, int]:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """ "a=1,b=2" as {"a": "1", "b": "2"}."""
+    """Parse "a=1,b=2" as {"a": "1", "b": "2"}."""
     pairs = {}
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")

@@ -1,8 +1,8 @@
-"""What the launchers of several machines tell each other, through the store of their rendezvous.
+"""Messages between the launchers of several machines, through the store of their rendezvous.
 
-torch's agents meet, and then each is alone. An agent whose workers fail ends, and the others learn only that a
-connection broke, or, where a machine is gone, nothing. Here each launcher tells the others why it ends, which of its
-ranks have ended well, and every few seconds that it lives. On one machine nothing is sent.
+After the rendezvous, torch's agents do not communicate. If the workers of one agent fail, that agent ends. The other
+agents see only a broken connection, or nothing if the machine is down. So each launcher reports why it ends and which
+of its ranks have finished, and sends a heartbeat every few seconds. On one machine, nothing is sent.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ from paceline.errors import LaunchError
 
 POLL_SECONDS = 0.5
 BEAT_SECONDS = 5.0
-SILENT_SECONDS = 30.0  # without a beat: the machine or its launcher is gone
-MEET_SECONDS = 300.0  # between the first and the last launcher to begin a round
-LINGER_SECONDS = 3.0  # for the others to read the last message: the store may end with this launcher
+SILENT_SECONDS = 30.0  # without a heartbeat: the machine or its launcher is down
+JOIN_SECONDS = 300.0  # limit between the first and the last launcher to start a round
+LINGER_SECONDS = 3.0  # time for others to read the last message: the store may end with this launcher
 _WAIT_SECONDS = 0.05
 
 
 class RendezvousLost(LaunchError):
-    """The store of the rendezvous does not answer any more."""
+    """The store of the rendezvous no longer answers."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What another machine reported."""
+    """A failure reported by another machine."""
 
-    text: str  # in words
-    consequence: bool  # do its ranks only complain that others have gone?
+    text: str  # the report
+    consequence: bool  # its ranks only report the loss of other ranks
 
 
 class Peers:
-    """The launchers of one round: from a rendezvous to the next.
+    """Exchanges messages with the other launchers of one round, which lasts from one rendezvous to the next.
 
     Args:
-        store: the same on all nodes, with nothing of an earlier round in it.
-        node, nodes: this machine's number, and how many there are.
-        endpoint: where the rendezvous is kept, for messages.
+        store: a store that all nodes of the round share, without data of an earlier round.
+        node: this machine's number.
+        nodes: the number of machines.
+        endpoint: the address of the rendezvous, for messages.
         check: called while waiting; may raise.
     """
 
@@ -54,38 +55,38 @@ class Peers:
         self._node, self._nodes, self._endpoint, self._check = node, nodes, endpoint, check
         self._others = [other for other in range(nodes) if other != node]
         self._hosts: dict[int, str] = {}
-        self._beats: dict[int, tuple[bytes, float]] = {}  # node -> (its last beat, when it came)
+        self._beats: dict[int, tuple[bytes, float]] = {}  # node -> (its last heartbeat, time of arrival)
         self._polled = self._beaten = 0.0
         self._failure: Failure | None = None
-        self.exited: list[int] = []  # ranks of other nodes that have ended well
+        self.exited: list[int] = []  # ranks of other nodes that have finished without an error
 
     def agree(self, starts: int, used: int) -> tuple[int, int]:
-        """The most earlier starts, and the most restarts used up, over all nodes. Waits for all.
+        """Return the maxima over all nodes of (earlier starts, used restarts). Waits for all nodes.
 
-        A node that joins later knows of none. Workers that do not agree on the number of starts would look for each
-        other under different names.
+        A node that joins later has counted neither. All workers must use the same number of starts, because it is part
+        of names that they share.
         """
         if self._nodes == 1:
             return starts, used
         self._call("set", f"beat/{self._node}", "0")
         self._call("set", f"left/{self._node}", "[]")
         self._call("set", f"start/{self._node}", json.dumps([starts, used, socket.gethostname()]))
-        self._wait(lambda: self._call("check", [f"start/{other}" for other in self._others]), MEET_SECONDS)
+        self._wait(lambda: self._call("check", [f"start/{other}" for other in self._others]), JOIN_SECONDS)
         for other in self._others:
             their_starts, their_used, self._hosts[other] = json.loads(self._call("get", f"start/{other}"))
             starts, used = max(starts, their_starts), max(used, their_used)
         return starts, used
 
     def share_port(self, port: int | None) -> int:
-        """The port that the first node gives. The other nodes give None and wait."""
+        """Return the port that the first node passes. The other nodes pass None and wait for it."""
         if port is not None:
             self._call("set", "port", str(port))
         else:
-            self._wait(lambda: self._call("check", ["port"]), MEET_SECONDS)
+            self._wait(lambda: self._call("check", ["port"]), JOIN_SECONDS)
         return int(self._call("get", "port"))
 
     def poll(self) -> Failure | None:
-        """Why another node has failed, if one has. Now and then it reads the store and shows that this node lives."""
+        """Return the failure of another node, or None. Reads the store and sends a heartbeat when due."""
         now = time.monotonic()
         known = self._failure is not None and not self._failure.consequence
         if self._nodes == 1 or known or now - self._polled < POLL_SECONDS:
@@ -101,64 +102,70 @@ class Peers:
         return self._failure
 
     def _read_failure(self) -> Failure | None:
-        """Of the reported failures one that is no mere consequence, if there is one."""
-        told = []
+        """Return a reported failure, preferably a root cause, or None."""
+        reported = []
         for other in self._others:
             if self._call("check", [f"failed/{other}"]):
                 text, consequence = json.loads(self._call("get", f"failed/{other}"))
-                told.append(Failure(f"{self._name(other)}: {text}", consequence))
-        if told:
+                reported.append(Failure(f"{self._name(other)}: {text}", consequence))
+        if reported:
             self._call("set", f"seen/{self._node}", "")
-        return min(told, key=lambda failure: failure.consequence, default=None)
+        return min(reported, key=lambda failure: failure.consequence, default=None)
 
     def _find_silent(self, now: float) -> Failure | None:
-        """A failure where a node has sent no beat for too long."""
+        """Return a failure if a node has sent no heartbeat for too long, else None."""
         for other in self._others:
             beat = self._call("get", f"beat/{other}")
             if other not in self._beats or self._beats[other][0] != beat:
                 self._beats[other] = beat, now
             elif now - self._beats[other][1] > SILENT_SECONDS and not self._call("check", [f"done/{other}"]):
-                why = f"nothing was heard of it for {SILENT_SECONDS:.0f} s"
-                gone = "its launcher or the machine has gone, or is stopped"
+                why = f"no heartbeat for {SILENT_SECONDS:.0f} s"
+                gone = "its launcher or the machine is down or stopped"
                 return Failure(f"{self._name(other)}: {why}: {gone}", False)
         return None
 
     def publish_failure(self, text: str, consequence: bool) -> None:
-        """Tell the other nodes why this one ends. consequence: its ranks only complain that others have gone."""
+        """Report to the other nodes why this node ends.
+
+        Args:
+            consequence: whether this node's ranks report nothing but the loss of other ranks.
+        """
         if self._nodes > 1:
             self._call("set", f"failed/{self._node}", json.dumps([text, consequence]))
             self._call("add", "failures", 1)
 
     def count(self, what: str, more: int = 0) -> int:
-        """How many launchers have counted themselves in so far, this one now with more=1.
+        """Add `more` to a counter that all launchers share, and return its value.
 
-        what: "stops": their ranks know that the run is asked to stop; "asked": a signal has asked for it there.
+        Args:
+            what: the counter. "asked" counts the launchers that have received a signal to stop. "stops" counts the
+                launchers that have passed the request to their ranks.
         """
         return int(self._call("add", what, more))
 
     def publish_exits(self, ranks: list[int]) -> None:
-        """Tell the other nodes which ranks of this one have ended well."""
+        """Report to the other nodes which ranks of this node have finished without an error."""
         if self._nodes > 1:
             self._call("set", f"left/{self._node}", json.dumps(ranks))
 
     def finish(self) -> Failure | None:
-        """Wait until all nodes have ended well, or one has failed. Returns that failure."""
+        """Wait until all nodes have finished, or a node has failed. Return the failure, or None."""
         if self._nodes == 1:
             return None
         self._call("set", f"done/{self._node}", "")
         names = [f"done/{other}" for other in self._others]
         self._wait(lambda: self._call("check", names) or self.poll() is not None, None)
         if self._failure is None:
-            with contextlib.suppress(RendezvousLost):  # the one that keeps the store has gone first
+            with contextlib.suppress(RendezvousLost):  # the rendezvous host has ended first
                 self._linger("bye")
         return self._failure
 
     def any_finished(self) -> bool:
-        """Has another node ended well? It would not come to a new round."""
+        """Return whether another node has finished. A finished node does not join a new round."""
         return any(self._call("check", [f"done/{other}"]) for other in self._others)
 
     def linger(self) -> None:
-        """After a failure was published: wait until the others have read it."""
+        """After publishing a failure, wait up to LINGER_SECONDS until the other nodes have read it."""
         if self._nodes > 1:
             self._linger("seen")
 
@@ -175,7 +182,7 @@ class Peers:
         while not condition():
             if seconds is not None and time.monotonic() - start > seconds:
                 if must:
-                    raise LaunchError(f"The machines did not begin together within {seconds:.0f} s. Start them again.")
+                    raise LaunchError(f"Not all machines started within {seconds:.0f} s. Start the run again on all.")
                 return
             self._check()
             time.sleep(_WAIT_SECONDS)
@@ -185,6 +192,6 @@ class Peers:
             return getattr(self._store, operation)(*arguments)
         except (RuntimeError, ValueError, OSError) as error:
             raise RendezvousLost(
-                f"The connection to the rendezvous at {self._endpoint} is lost ({str(error).splitlines()[0]}). The "
-                "launcher there has ended, or its machine cannot be reached: its output says why."
+                f"Lost the connection to the rendezvous at {self._endpoint} ({str(error).splitlines()[0]}). The "
+                "launcher there has ended, or its machine cannot be reached. See the output of that launcher."
             ) from None

@@ -1,6 +1,6 @@
-"""What is run, with which command line and environment each worker starts.
+"""The plan of a run, and the command line and environment of each worker.
 
-Pure, but for a look at the script and at this machine's cores.
+Pure, except that it checks the script and ports, reads the settings file, and counts this machine's cores and GPUs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from paceline.launcher.nodes import ALONE, Nodes
 from paceline.torch_private.variables import check_variables
 from paceline.world import World
 
-MOST_PROCESSES = 10_000  # of one machine. More is a typing error.
+MOST_PROCESSES = 10_000  # on one machine; a larger number must be a typing error
 
 StrategyCheck = Callable[[config.StrategySpec | None, int | None, int | None], int]
-"""Raises SettingError for a strategy (None: not known) that cannot work on so many processes (likewise), or not with
-this `reproducible` (None: without). Returns how many of the processes need no accelerator: strategies.check."""
+"""The type of strategies.check(strategy, number of processes, `reproducible`). None means unknown or not set. It raises
+SettingError if these do not work together, and returns the number of processes that need no accelerator."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,27 @@ class Plan:
 
     Attributes:
         script: path of the user's script, as typed; a module's name; or the file of a pickled function.
-        args: its arguments, untouched.
+        args: arguments of the script, passed unchanged.
         nproc: the number of workers on this machine.
-        elastic: the fewest and the most workers that a restart may come to (restart_policy.py); None: always `nproc`.
-        settings: what was given on the command line, by name. "config" is a file's path.
-        kind: what `script` is: "script", "module" or "function".
-        nodes: which machines take part.
-        max_restarts: how often all workers are started again after a failure.
-        memory_every: steps between two checkpoints in memory (state/memory_checkpoints.py); None: there are none.
-        monitor_seconds: between two polls of the workers.
-        output: the directory for what the ranks print; None: a temporary one.
-        tee: ranks whose output is shown as well, each line marked; None: all.
-        timeout_seconds: end the run after so long; None: never.
-        stall_seconds: how long a rank may wait for others before it is said; None: by the usual time of a batch.
-        stall_action: what is done besides: "say" (nothing), "end" or "restart" (stalls.py).
-        device: the device setting, where the launcher can know it.
-        on_cpu: how many workers need no accelerator, as far as the launcher can know it.
-        variables: environment variables that the workers get besides.
+        elastic: the minimum and maximum number of workers after a restart (restart_policy.py); None: always `nproc`.
+        settings: settings from the command line, by name. "config" is the path of the settings file.
+        kind: the kind of `script`: "script", "module" or "function".
+        nodes: the machines of the run.
+        max_restarts: the maximum number of restarts of all workers after failures.
+        memory_every: steps between two in-memory checkpoints (state/memory_checkpoints.py); None: none.
+        monitor_seconds: seconds between two polls of the workers.
+        output: the directory for the ranks' output; None: a temporary directory.
+        tee: the ranks to show besides the first, each line marked with its rank; None: all.
+        timeout_seconds: end the run after this time; None: never.
+        stall_seconds: seconds that a rank may wait for others before a report; None: based on the usual batch time.
+        stall_action: the action after the report: "say" (none), "end" or "restart" (stalls.py).
+        device: the device setting, if known to the launcher.
+        on_cpu: the number of workers that need no accelerator, if known to the launcher.
+        variables: additional environment variables of the workers.
         worker: the module that each worker runs, with the script as its arguments.
-        hash_seed: PYTHONHASHSEED of the workers where the environment has none; None: each process chooses its own, as
-            under torchrun. Without a common seed, a vocabulary that is numbered in the order of a set differs between
-            ranks.
+        hash_seed: PYTHONHASHSEED of the workers, unless the environment sets it. None: each process chooses one, as
+            under torchrun. Without a common seed, ranks iterate over sets of strings in different orders, so a
+            vocabulary built from a set would differ.
     """
 
     script: str
@@ -86,13 +86,15 @@ def make_plan(
     check_strategy: StrategyCheck | None = None,
     **rest: Any,
 ) -> Plan:
-    """Check what can be checked before anything starts. `rest` are the other attributes of Plan, `tee` as typed.
+    """Make a plan, and check everything that can be checked before a process starts.
 
-    check_strategy is called if the command line or the settings file names a strategy.
+    Args:
+        check_strategy: called if the command line or the settings file sets `strategy` or `reproducible`.
+        rest: other attributes of Plan. `tee` is as typed.
 
     Raises:
-        LaunchError: `nproc` is no number of processes, `script` is no file that can be read, or the like.
-        SettingError: one of `settings`, of the settings file, or of torch's environment variables, cannot work.
+        LaunchError: an invalid option, such as `nproc`, or a `script` that cannot be read.
+        SettingError: an invalid value in `settings`, the settings file, or torch's environment variables.
     """
     check_variables(os.environ)
     kind, nodes = rest.get("kind", "script"), rest.get("nodes", ALONE)
@@ -104,12 +106,12 @@ def make_plan(
         raise LaunchError(f"--max-restarts {rest['max_restarts']}: give 0 or more.")
     _check_memory(rest.get("memory_every"), rest.get("max_restarts", 0))
     if rest.get("monitor_seconds", 1.0) <= 0:
-        raise LaunchError(f"--monitor-interval {rest['monitor_seconds']}: give seconds, above 0, such as 0.1.")
+        raise LaunchError(f"--monitor-interval {rest['monitor_seconds']}: give seconds above 0, such as 0.1.")
     checks.check_outer_world(os.environ, nodes)
     given, layers = _settings(script, kind, settings)
     device = config.resolve(*layers)[0].device
     fewest, elastic, most = str(nproc).rpartition(":")
-    beside = 0  # workers beside those that have a GPU each
+    beside = 0  # workers without a GPU, in addition to one per GPU
     if check_strategy is not None and most in ("gpu", "auto") and not nodes.several:
         beside = _check_strategy(check_strategy, layers, None)
     if elastic:
@@ -117,23 +119,25 @@ def make_plan(
     count = count_processes(most, available_cores(), _visible_gpus, beside)
     if elastic:
         if int(fewest) > count:
-            raise LaunchError(f"--nproc {nproc}: {most} is {count} here, which is less. Give MIN:MAX, such as 6:8.")
+            raise LaunchError(
+                f"--nproc {nproc}: {most} is {count} on this machine, less than MIN. Give MIN:MAX, such as 6:8."
+            )
         rest["elastic"] = (int(fewest), count)
     on_cpu = 0
     if check_strategy is not None:
         fixed = nodes.min_nodes == nodes.max_nodes
         sizes = range(int(fewest or count) * nodes.max_nodes, count * nodes.max_nodes + 1) if fixed else [None]
-        for size in sizes if elastic else sizes[-1:]:  # the last result is that of all
+        for size in sizes if elastic else sizes[-1:]:  # keep the result for the largest size
             try:
                 on_cpu = _check_strategy(check_strategy, layers, size)
             except SettingError as error:
                 if size == sizes[-1]:
                     raise
-                raise SettingError(f"{error} (--nproc {nproc} may come to {size}.)") from None
+                raise SettingError(f"{error} (--nproc {nproc} may result in {size} processes.)") from None
     most_ranks = count
     if elastic:
-        room = checks.room_for(device, checks.device_count(), on_cpu)
-        count = count if room is None else max(int(fewest), min(count, room))
+        capacity = checks.device_capacity(device, checks.device_count(), on_cpu)
+        count = count if capacity is None else max(int(fewest), min(count, capacity))
     if not nodes.several and nodes.port:
         checks.check_port("127.0.0.1", nodes.port, "--master-port")
     elif nodes.backend == "static" and nodes.rank == 0:
@@ -147,13 +151,15 @@ _CHECKED = ("strategy", "reproducible")
 
 
 def _settings(script: str, kind: str, settings: Mapping[str, object]) -> tuple[dict[str, object], Layers]:
-    """(settings for the workers, layers for `config.resolve`). The launcher resolves them too, since the workers would
-    find faults only seconds later."""
+    """Return the settings for the workers, and the layers for `config.resolve`.
+
+    The launcher resolves the settings too, because it finds errors seconds earlier than the workers.
+    """
     given = dict(settings)
     path = given.pop("config", None)
     if path is not None:
         given["config"] = path = os.path.abspath(str(path))
-    elif kind != "module":  # a module's file is not known here
+    elif kind != "module":  # the file of a module is unknown here
         beside = config.file_beside(script if kind == "script" else None)
         path = str(beside) if beside is not None else None
     where = "paceline.launch(...)" if kind == "function" else "the command line"
@@ -164,21 +170,27 @@ def _settings(script: str, kind: str, settings: Mapping[str, object]) -> tuple[d
 
 
 def _check_strategy(check: StrategyCheck, layers: Layers, size: int | None) -> int:
-    """Check the strategy on the command line or else in the settings file. An error says where it is from. Returns what
-    the check does."""
+    """Check the strategy from the command line or the settings file, and return the check's result.
+
+    An error says where the setting was made.
+    """
     found = {key: (values[key], place) for place, values in layers for key in _CHECKED if values.get(key) is not None}
-    if not found:  # what the script says is not known here
+    if not found:  # the script may set a strategy, which is unknown here
         return 0
     strategy, shards = (found.get(key, (None, ""))[0] for key in _CHECKED)
     try:
         return check(None if strategy is None else config.parse_strategy(strategy), size, shards)
     except SettingError as error:
         named = (place for key, (_, place) in found.items() if key == "strategy" or key in str(error))
-        raise SettingError(f"{error} (It is from {' and '.join(dict.fromkeys(named))}.)") from None
+        raise SettingError(f"{error} (Set by {' and '.join(dict.fromkeys(named))}.)") from None
 
 
 def read_ranks(text: str, size: int | None) -> frozenset[int] | None:
-    """ "1,3" and "0-3,7" as a set of ranks, "all" as None. size: the number of ranks, where it is known."""
+    """Parse "1,3" or "0-3,7" as a set of ranks, and "all" as None.
+
+    Args:
+        size: the number of ranks, if known.
+    """
     if text == "all":
         return None
     ranks: set[int] = set()
@@ -196,9 +208,10 @@ def read_ranks(text: str, size: int | None) -> frozenset[int] | None:
 
 
 def count_processes(nproc: str | int, cores: int, gpus: Callable[[], int], beside: int = 0) -> int:
-    """The number of processes for `nproc`: a number, or torchrun's words "gpu", "cpu" and "auto" (gpus, else cores).
+    """Return the number of processes for `nproc`: a number, or torchrun's "gpu", "cpu" or "auto" (GPUs, else cores).
 
-    beside: how many processes need no GPU, so that they come on top of one for each.
+    Args:
+        beside: the number of processes that need no GPU, in addition to one per GPU.
     """
     if str(nproc) in ("gpu", "auto"):
         count = gpus()
@@ -225,27 +238,27 @@ def _check_memory(every: int | None, max_restarts: int) -> None:
         raise LaunchError(f"--memory-every {every}: give a number of steps, at least 1, such as 20.")
     if max_restarts < 1:
         raise LaunchError(
-            f"--memory-every {every}: what is kept in memory is for a restart, and none is allowed. Give "
+            f"--memory-every {every}: in-memory checkpoints are for restarts, but no restart is allowed. Give "
             "--max-restarts N too."
         )
 
 
 def _check_range(nproc: str, fewest: str, most: str, max_restarts: int) -> None:
-    """Raises LaunchError for a `--nproc MIN:MAX` that cannot work."""
+    """Raise LaunchError for an invalid `--nproc MIN:MAX`."""
     if not fewest.isdecimal() or int(fewest) < 1 or not (most.isdecimal() or most in ("gpu", "cpu", "auto")):
         raise LaunchError(
-            f"--nproc {nproc}: give MIN:MAX, two numbers of processes, such as 6:8. MIN is at least 1, and MAX may be "
-            "`gpu`, `cpu` or `auto`."
+            f"--nproc {nproc}: give MIN:MAX, such as 6:8. MIN must be at least 1. MAX may also be `gpu`, `cpu` or "
+            "`auto`."
         )
     if max_restarts < 1:
         raise LaunchError(
-            f"--nproc {nproc}: a run goes on with fewer processes after a restart, and there is none. Give "
-            "--max-restarts too (paceline run takes it), or one number."
+            f"--nproc {nproc}: the number of processes changes only at a restart, but no restart is allowed. Give "
+            "--max-restarts too (of paceline run), or one number."
         )
 
 
 def available_cores() -> int:
-    """The cores that this process may use, which taskset and Slurm limit."""
+    """Return the number of cores that this process may use. taskset and Slurm may limit it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -256,12 +269,12 @@ def _visible_gpus() -> int:
 
 
 def command_line(plan: Plan) -> list[str]:
-    """The command line of a worker, the same for all: they differ in their environment."""
+    """Return the command line of a worker. It is the same for all workers; only their environments differ."""
     return [sys.executable, "-m", plan.worker, plan.kind, plan.script, *plan.args]
 
 
 def thread_budget(nproc: int, cores: int) -> int:
-    """Threads for each of `nproc` workers: their share of the cores, at least one."""
+    """Return the number of threads per worker: an equal share of the cores, at least 1."""
     return max(1, cores // nproc)
 
 
@@ -280,16 +293,16 @@ def worker_environment(
     environ: Mapping[str, str],
     restarts: int = 0,
 ) -> dict[str, str]:
-    """The whole environment of one worker: `environ`, what torchrun would set, and what Paceline adds.
+    """Return the whole environment of one worker: `environ`, torchrun's variables, and Paceline's.
 
     Args:
-        world: the worker's place; `from_env` of the result gives it back.
-        error_file: where the worker writes the exception that ends it.
-        run_id: the name of the run, alike for all workers.
-        launcher_pid: the process whose end is to end the worker.
-        cores: the number of cores to share out.
+        world: the worker's world, which `from_env` reads from the result.
+        error_file: the worker's file for the exception that ended it.
+        run_id: the name of the run, the same for all workers.
+        launcher_pid: the launcher's process id. The worker ends when that process ends.
+        cores: the number of cores to divide among the workers.
         environ: the launcher's environment.
-        restarts: how often workers have been started before, alike on all nodes.
+        restarts: the number of earlier starts, the same on all nodes.
     """
     added = {
         "RANK": str(world.rank),
@@ -306,15 +319,15 @@ def worker_environment(
         "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(plan.max_restarts),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # rank 0 opens no store of its own, which would listen everywhere
-        "TORCHELASTIC_ERROR_FILE": "",  # an outer torchrun's, if any, is not ours to write
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # so that rank 0 opens no store on all interfaces
+        "TORCHELASTIC_ERROR_FILE": "",  # do not write to the file of an outer torchrun
         names.LAUNCHER_PID: str(launcher_pid),
         names.ERROR_FILE: error_file,
         names.SETTINGS: json.dumps(dict(plan.settings)),
     }
-    if plan.nodes.loopback:  # all workers are on this machine: nothing needs to be reachable from outside it
+    if plan.nodes.loopback:  # all workers are on this machine, so nothing needs to be reachable from outside
         lo = loopback_interface()
-        added |= {"GLOO_SOCKET_IFNAME": lo, "NCCL_SOCKET_IFNAME": lo, "TP_SOCKET_IFNAME": lo}  # the last: rpc
+        added |= {"GLOO_SOCKET_IFNAME": lo, "NCCL_SOCKET_IFNAME": lo, "TP_SOCKET_IFNAME": lo}  # TP: for RPC
     defaults = {
         "OMP_NUM_THREADS": str(thread_budget(plan.nproc, cores)),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun sets it

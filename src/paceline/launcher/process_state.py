@@ -1,7 +1,7 @@
-"""What the kernel says of a process, by /proc (Linux): whether it runs, is stopped, waits for a disk, or swaps.
+"""The kernel's view of a process, from /proc (Linux): whether it runs, is stopped, waits for a disk, or swaps.
 
-A process that is stopped, or waits in the kernel, cannot say where it is. Nothing here disturbs the process, and
-elsewhere than on Linux nothing is known.
+A process that is stopped or waits in the kernel cannot report its stack. Reading /proc does not disturb the process.
+On other systems, the state is unknown.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-RUNNING = "R"  # or ready to run, and waiting for a core
-STOPPED = "T"  # by SIGSTOP, SIGTSTP (Ctrl-Z) or their like
+RUNNING = "R"  # or waiting for a core
+STOPPED = "T"  # by SIGSTOP, SIGTSTP (Ctrl-Z) or similar
 TRACED = "t"  # by a debugger
 IN_KERNEL = "D"  # uninterruptible: no signal reaches it, not even SIGKILL
 _GONE = "ZX"
 
-SWAPPING_FAULTS = 20.0  # pages a second that must come from a disk before a process goes on
+SWAPPING_FAULTS = 20.0  # a process that reads more pages per second from a disk counts as swapping
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """One look at a process.
+    """One sample of a process.
 
     Attributes:
-        code: the letter of /proc/PID/stat; "" where nothing is known.
-        major_faults: pages that had to be read from a disk so far.
-        swapped_bytes: of its memory, what lies in swap space.
-        wait_channel: the kernel's function in which it waits; "" where that is not told.
+        code: the letter of /proc/PID/stat; "" if unknown.
+        major_faults: pages read from a disk so far.
+        swapped_bytes: bytes of its memory in swap space.
+        wait_channel: the kernel function that the process waits in; "" if unknown.
     """
 
     code: str = ""
@@ -46,7 +46,7 @@ class ProcessState:
 
 
 def read_state(pid: int) -> ProcessState:
-    """The state of a process now."""
+    """Sample the state of a process."""
     stat = _read(f"/proc/{pid}/stat")
     code, faults = parse_stat(stat) if stat else ("", 0)
     swapped = 0
@@ -58,21 +58,21 @@ def read_state(pid: int) -> ProcessState:
 
 
 def parse_stat(text: str) -> tuple[str, int]:
-    """(state, major faults) of the content of /proc/PID/stat. The program's name before them may hold any character."""
+    """Parse /proc/PID/stat into (state, major faults). An earlier field, the program's name, may contain spaces."""
     fields = text[text.rindex(")") + 2 :].split()
     return fields[0], int(fields[9])
 
 
 def describe(pid: int, state: ProcessState, before: ProcessState | None = None, seconds: float = 0.0) -> str:
-    """What keeps the process from going on, such as "is stopped by a signal ..."; "" where the kernel knows nothing.
+    """Describe what blocks the process, such as "is stopped by a signal ..."; "" if nothing does.
 
     Args:
-        before: an earlier look, `seconds` ago.
+        before: a sample taken `seconds` ago.
     """
     if state.code == STOPPED:
-        return f"is stopped by a signal; `kill -CONT {pid}` lets it go on"
+        return f"is stopped by a signal; `kill -CONT {pid}` resumes it"
     if state.code == TRACED:
-        return f"is held by a debugger (process {pid})"
+        return f"is stopped by a debugger (process {pid})"
     if state.gone:
         return f"has ended (process {pid})"
     if state.code == IN_KERNEL:
@@ -82,7 +82,7 @@ def describe(pid: int, state: ProcessState, before: ProcessState | None = None, 
         rate = (state.major_faults - before.major_faults) / seconds
         if rate >= SWAPPING_FAULTS:
             gib = state.swapped_bytes / 2**30
-            return f"is swapping: {gib:.1f} GiB of process {pid} lie in swap space, {rate:.0f} page faults a second"
+            return f"is swapping: {gib:.1f} GiB of process {pid} are in swap space, {rate:.0f} page faults per second"
     return ""
 
 
@@ -93,16 +93,16 @@ def _read(path: str) -> str:
 
 
 def has_variable(pid: int, entries: Sequence[bytes]) -> bool:
-    """Was the process started with one of these environment variables (NAME=VALUE)?"""
+    """Return whether the process was started with one of these environment variables (NAME=VALUE)."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return not set(entries).isdisjoint(file.read().split(b"\0"))
-    except OSError:  # another user's, or gone
+    except OSError:  # it belongs to another user, or has ended
         return False
 
 
 def name_of(pid: int) -> str:
-    """The name of its program; "" where it has ended."""
+    """Return the name of the process's program; "" if it has ended."""
     return _read(f"/proc/{pid}/comm").strip()
 
 

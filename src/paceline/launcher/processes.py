@@ -1,8 +1,8 @@
-"""Operating-system processes that are started together and ended together. No torch.
+"""Operating-system processes that are started and ended together. Does not import torch.
 
-Each process leads a session and a process group of its own. A Ctrl-C at the terminal therefore reaches the launcher
-alone, which passes it on, and the processes that a worker leaves behind can be found by the group. Those of them that
-have gone into a session of their own are found by an environment variable that they inherit (Linux).
+Each process leads a separate session and process group. So Ctrl-C at the terminal reaches only the launcher, which
+forwards it. Processes that a worker leaves behind are found by their process group. If they have started another
+session, they are found by an inherited environment variable (Linux).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from paceline.launcher.output import say
 from paceline.world import ERROR_FILE, SHARED_MEMORY
 
 GRACE_SECONDS = 3.0  # between the request to end and SIGKILL
-BUSY_SECONDS = 300.0  # the same for those that write a checkpoint
-_KILL_SECONDS = 1.0  # for SIGKILL to be seen to work
-_RELEASE_SECONDS = 10.0  # for a process that is killed to give back its memory, which takes a busy machine some time
-_STRAY_SECONDS = 1.0  # between SIGTERM and SIGKILL to what a worker left behind in a session of its own
+BUSY_SECONDS = 300.0  # the same, for processes that are writing a checkpoint
+_KILL_SECONDS = 1.0  # time for SIGKILL to take effect
+_RELEASE_SECONDS = 10.0  # time for a killed process to release its memory, which is slow on a busy machine
+_STRAY_SECONDS = 1.0  # between SIGTERM and SIGKILL to processes left behind in another session
 _POLL_SECONDS = 0.02
-_NAMED = 8  # of the processes that go on, at most
+_NAMED = 8  # maximum number of leftover processes in the message
 
 
 class Command(NamedTuple):
@@ -35,7 +35,7 @@ class Command(NamedTuple):
     Attributes:
         arguments: its command line.
         environ: its whole environment.
-        output: a file for what it prints, with nothing to read from; None: the launcher's own streams.
+        output: a file for its output (its stdin is then empty); None: use the launcher's streams.
     """
 
     arguments: Sequence[str]
@@ -48,9 +48,8 @@ class Processes:
 
     Args:
         started: the processes.
-        marks: for each, an environment variable with its value (NAME=VALUE) that is its own, and that all have which it
-            has started; b"" where it has none.
-        folder: what to remove should the launcher be killed; None: nothing.
+        marks: for each process, a unique environment variable (NAME=VALUE) that its descendants inherit; b"" if none.
+        folder: a folder to remove if the launcher is killed; None: none.
     """
 
     def __init__(
@@ -58,8 +57,8 @@ class Processes:
     ) -> None:
         self._started = list(started)
         self._marks = list(marks) or [b""] * len(self._started)
-        # Process groups to kill at the end. Not those of processes that ended well: their numbers may have been used
-        # again, and such a script left a process (a server, say) running on purpose.
+        # Process groups to kill at the end. Groups of processes that ended with exit code 0 are left out: their numbers
+        # may have been reused, and a script may leave a process running on purpose, such as a server.
         self._sweep: set[int] = set()
         self._watcher = _watch(self.pids, folder) if self._started else None
 
@@ -68,7 +67,7 @@ class Processes:
         return [process.pid for process in self._started]
 
     def exits(self) -> dict[int, int]:
-        """index -> exit code, of the processes that have ended; -n where signal n ended one."""
+        """Return index -> exit code for the processes that have ended. The code is -n for signal n."""
         found = {}
         for index, process in enumerate(self._started):
             code = process.poll()
@@ -84,29 +83,32 @@ class Processes:
         hurry: Callable[[], bool] = lambda: False,
         busy: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Send a signal to those that run, wait GRACE_SECONDS or until `hurry()`, and kill what is left, with
-        descendants. Calling it again is harmless.
+        """Signal the running processes, wait GRACE_SECONDS, and kill those still running, with all descendants.
 
-        busy: does one of them end something that should not be broken off? It has up to BUSY_SECONDS.
+        Calling it again is harmless.
+
+        Args:
+            hurry: returns whether to stop waiting.
+            busy: returns whether a process should not be aborted yet. If so, wait up to BUSY_SECONDS.
         """
         running = self._running()
         for process in running:
             self._sweep.add(process.pid)
             process.send_signal(signum)
             if process_state.read_state(process.pid).stopped:
-                process.send_signal(signal.SIGCONT)  # else it would not see the request
+                process.send_signal(signal.SIGCONT)  # a stopped process would not handle the signal
         _wait(lambda: not self._running() or hurry(), GRACE_SECONDS)
         if busy():
             _wait(lambda: not busy() or hurry(), BUSY_SECONDS)
             _wait(lambda: not self._running() or hurry(), GRACE_SECONDS)
         self.exits()
-        # Where one has failed or was stopped, also what those have left that ended well.
+        # If a process failed or was stopped, also end processes left behind by processes that ended with exit code 0.
         marks = [mark for mark in self._marks if mark] if self._sweep else []
         for pid in self._sweep:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left (macOS: the second)
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # an empty group (macOS: the second)
                 os.killpg(pid, signal.SIGKILL)
         if not self._sweep:
-            self._tell_of_what_goes_on()
+            self._report_leftovers()
         self._sweep.clear()
         _end_strays(marks, hurry)
         self._dismiss_watcher()
@@ -114,17 +116,18 @@ class Processes:
         if self._running():
             self._wait_for_the_killed()
 
-    def _tell_of_what_goes_on(self) -> None:
-        """All have ended well. What they have left, such as a server, is theirs: it goes on, and is named once."""
+    def _report_leftovers(self) -> None:
+        """Report once, after all ranks ended with exit code 0, the processes that they left running."""
         marks, self._marks = [mark for mark in self._marks if mark], [b""] * len(self._marks)
         left = [f"{pid} ({name})" for pid in _find(marks) if (name := process_state.name_of(pid))]
         if left:
             more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
-            what = "a process goes on that a rank has" if len(left) == 1 else "processes go on that ranks have"
-            say(f"paceline: {what} started: {', '.join(left[:_NAMED])}{more}. `kill` ends it; no launcher will.\n")
+            what = "a child process of a rank is" if len(left) == 1 else "child processes of ranks are"
+            listed = ", ".join(left[:_NAMED])
+            say(f"paceline: {what} still running: {listed}{more}. The launcher does not end it; use `kill`.\n")
 
     def _wait_for_the_killed(self) -> None:
-        """Say what keeps processes that SIGKILL has not ended, as the kernel tells it."""
+        """Wait longer for killed processes, and report the kernel's state of those that have not ended."""
         stuck = [p.pid for p in self._running() if process_state.read_state(p.pid).code == process_state.IN_KERNEL]
         if len(stuck) < len(self._running()):
             _wait(lambda: not self._running(), _RELEASE_SECONDS)
@@ -132,15 +135,15 @@ class Processes:
             state = process_state.read_state(process.pid)
             if state.code == process_state.IN_KERNEL:
                 channel = f" ({state.wait_channel})" if state.wait_channel else ""
-                why = f"cannot be killed: it waits in the kernel, for a disk or a device{channel}"
+                why = f"cannot be killed: it waits in the kernel for a disk or a device{channel}"
             else:
-                why = f"has not ended yet, though it was killed (its state is {state.code or 'unknown'})"
+                why = f"was killed, but has not ended yet (its state is {state.code or 'unknown'})"
             say(f"paceline: process {process.pid} {why}.\n")
 
     def _dismiss_watcher(self) -> None:
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
-            with contextlib.suppress(BrokenPipeError):  # it has been killed
+            with contextlib.suppress(BrokenPipeError):  # the watcher was killed
                 watcher.communicate(b"done\n")
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
@@ -148,11 +151,11 @@ class Processes:
 
 
 def _watch(pids: Sequence[int], folder: str | None) -> subprocess.Popen[bytes]:
-    """A shell that ends what is left when the launcher dies, however that dies: the kernel ends the ranks themselves,
-    but not what they have started. It sees the end of its input.
+    """Start a shell that ends leftover processes when the launcher dies for any reason.
 
-    It kills their process groups, then whatever has inherited the name of a file in `folder`, and removes that folder
-    and what has its name in SHARED_MEMORY.
+    The kernel ends the ranks themselves, but not their descendants. When the launcher dies, the shell's input ends. The
+    shell then kills the ranks' process groups, and all processes that have inherited an ERROR_FILE in `folder`. Finally
+    it removes `folder`, and the folder of that name in SHARED_MEMORY.
     """
     script = (
         'trap "" USR1; read line && exit; folder=$1; shift; kill -s KILL -- "$@" 2>/dev/null; '
@@ -173,7 +176,7 @@ def _watch(pids: Sequence[int], folder: str | None) -> subprocess.Popen[bytes]:
 
 
 def _end_strays(marks: Sequence[bytes], hurry: Callable[[], bool] = lambda: False) -> None:
-    """End the processes that have inherited one of these environment variables: SIGTERM, and soon SIGKILL."""
+    """End the processes that have inherited one of these environment variables, with SIGTERM and then SIGKILL."""
     for signum in (signal.SIGTERM, signal.SIGKILL):
         found = _find(marks)
         for pid in found:
@@ -184,7 +187,7 @@ def _end_strays(marks: Sequence[bytes], hurry: Callable[[], bool] = lambda: Fals
 
 
 def _find(marks: Sequence[bytes]) -> list[int]:
-    """Living processes that have one of these environment variables."""
+    """Return the running processes that have one of these environment variables."""
     pids = process_state.all_pids() if marks else []
     return [pid for pid in pids if process_state.has_variable(pid, marks) and _lives(pid) and pid != os.getpid()]
 
@@ -195,10 +198,13 @@ def _lives(pid: int) -> bool:
 
 
 def start(commands: Sequence[Command], folder: str | None = None) -> Processes:
-    """Start all of them. folder: what to remove should the launcher be killed.
+    """Start all processes.
+
+    Args:
+        folder: a folder to remove if the launcher is killed.
 
     Raises:
-        LaunchError: one could not be started; those before it are ended.
+        LaunchError: a process could not be started. Processes already started are ended first.
     """
     started: list[subprocess.Popen[bytes]] = []
     for command in commands:
@@ -208,13 +214,13 @@ def start(commands: Sequence[Command], folder: str | None = None) -> Processes:
             Processes(started, [_mark(command) for command in commands[: len(started)]]).stop()
             raise LaunchError(
                 f"Process {len(started)} of {len(commands)} could not be started: {error}. Check the limits on memory "
-                f"and on processes (ulimit -u), or ask for fewer with --nproc."
+                f"and processes (ulimit -u), or reduce --nproc."
             ) from error
     return Processes(started, [_mark(command) for command in commands], folder)
 
 
 def _mark(command: Command) -> bytes:
-    """Its own environment variable, as it stands in /proc/PID/environ; b"" where it has none."""
+    """Return the process's unique environment variable, as in /proc/PID/environ; b"" if none."""
     path = command.environ.get(ERROR_FILE)
     return f"{ERROR_FILE}={path}".encode(errors="surrogateescape") if path else b""
 

@@ -1,14 +1,14 @@
-"""Where the workers meet.
+"""The rendezvous, and the stores of the workers.
 
-On one machine: at a store of the launcher's own on loopback, for this user's processes alone (store.py). The workers
-use it (TORCHELASTIC_USE_AGENT_STORE), so that none of them opens one.
+On one machine, the launcher opens a store on loopback, for this user's processes only (store.py). The workers use this
+store (TORCHELASTIC_USE_AGENT_STORE) and open none.
 
-On several machines that share a secret: one launcher keeps the stores, at the address that was named, and each launcher
-has ports on its own loopback that lead there (tunnel.py). With --rdzv-insecure the secret is one that everybody knows.
-Several launchers on one machine need none: they meet at a store as on one machine. torch's state machine decides who
-takes part (c10d), on state that is JSON; or each launcher has its number (static).
+On several machines with a secret, one launcher hosts the stores at the given address, and each launcher forwards
+loopback ports to them (tunnel.py). With --rdzv-insecure, the secret is empty. Several launchers on one machine need no
+secret, and use a store like that of a single launcher. With c10d, torch's state machine decides which machines take
+part; its state is stored as JSON. With static, each launcher has a fixed number.
 
-With etcd, or a file that machines share: torch's rendezvous, which holds a pickle.
+With etcd or a shared file, torch's own rendezvous is used, which stores a pickle.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from paceline.launcher.early_start import EarlyWorkers
 from paceline.launcher.key_values import PING, PONG
 from paceline.launcher.nodes import Nodes
 from paceline.launcher.store import Refused, Service, open_store
-from paceline.launcher.tunnel import NoKeeper, knock, open_keeper, open_relay
+from paceline.launcher.tunnel import NotALauncher, knock, open_relay, open_rendezvous_host
 from paceline.torch_private import dynamic_rendezvous
 from paceline.world import is_loopback
 
-MEET_SECONDS = 600.0  # torch's own time limit for joining
-_HINT_SECONDS = 5.0  # of waiting, before a message says so
+JOIN_SECONDS = 600.0  # torch's own time limit for joining
+_HINT_SECONDS = 5.0  # waiting time before a message
 _PROBE_SECONDS = 10
 _KNOCKS = 5
 
 
 class _FixedRendezvous(RendezvousHandler):
-    """torch's interface, of a rendezvous for which no machine waits and which is never closed."""
+    """The base class of rendezvous that are never closed and have no waiting machines."""
 
     run_id = ""
 
@@ -76,11 +76,11 @@ class _FixedRendezvous(RendezvousHandler):
 
 
 class LoopbackRendezvous(_FixedRendezvous):
-    """Of one launcher, which never waits for another one.
+    """The rendezvous of a single launcher, which waits for no other launcher.
 
     Args:
-        port: of the store; 0: any.
-        early: workers that wait for the first store, if they run already.
+        port: the port of the store; 0: any free port.
+        early: workers that run already and wait for the first store.
     """
 
     use_agent_store = True
@@ -91,8 +91,8 @@ class LoopbackRendezvous(_FixedRendezvous):
         self._store: Service | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """A fresh store at each call: what former workers left in theirs would confuse the next ones."""
-        self.shutdown()  # its port may be wanted again
+        """Open a new store at each call, because keys of earlier workers would confuse the next workers."""
+        self.shutdown()  # the same port may be needed again
         listener, self._listener = self._listener or listen(HOST, self._port), None
         self._store = open_store(listener)
         store = client(HOST, self._store.port)
@@ -105,7 +105,7 @@ class LoopbackRendezvous(_FixedRendezvous):
 
 
 class NumberedRendezvous(_FixedRendezvous):
-    """Of machines that are numbered already, and all take part in each round."""
+    """A rendezvous of machines with fixed numbers. All machines take part in every round."""
 
     def __init__(self, nodes: Nodes, store: Store) -> None:
         self._nodes, self._store, self.run_id = nodes, store, nodes.run_id
@@ -118,9 +118,9 @@ class NumberedRendezvous(_FixedRendezvous):
 
 
 class JsonBackend(RendezvousBackend):
-    """The state of torch's dynamic rendezvous in a store, as JSON.
+    """Stores the state of torch's dynamic rendezvous as JSON.
 
-    torch gives and takes a pickle. What it takes was made here, of JSON whose every field was looked at.
+    torch's interface uses pickles. torch loads only pickles that this class makes, from JSON with all fields checked.
     """
 
     def __init__(self, store: Store, run_id: str) -> None:
@@ -131,7 +131,7 @@ class JsonBackend(RendezvousBackend):
         return "c10d"
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        # An empty value stands for none: to read a key that is not there would wait for it.
+        # This returns an empty value if there is no state. `get` would wait for the missing key.
         return self._found(self._call("compare_set", self._key, "", ""))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
@@ -152,18 +152,18 @@ class JsonBackend(RendezvousBackend):
         try:
             return bytes(getattr(self._store, operation)(*arguments))
         except (ValueError, RuntimeError, OSError) as error:
-            raise RendezvousConnectionError(f"The store of the rendezvous does not answer: {error}") from error
+            raise RendezvousConnectionError(f"The rendezvous store does not answer: {error}") from error
 
 
 class MachinesRendezvous:
-    """Another RendezvousHandler, whose waiting for other machines can be interrupted, and the stores of its rounds.
+    """Wraps a RendezvousHandler so that its wait for other machines can be interrupted, and opens the workers' stores.
 
-    torch waits inside C++ for minutes, where no signal handler of Python's is called. Here it waits in a thread of its
-    own.
+    torch waits in C++ for minutes, and Python calls no signal handlers meanwhile. So torch waits in a separate thread.
 
     Args:
-        services: of this launcher, which are closed with the rendezvous.
-        address: of the launcher that keeps all stores behind tunnels; None: the first machine has those of the workers.
+        services: services of this launcher, closed together with the rendezvous.
+        address: the address of the launcher that hosts all stores behind tunnels. None: there are no tunnels, and the
+            first machine hosts the workers' stores.
     """
 
     def __init__(
@@ -176,13 +176,13 @@ class MachinesRendezvous:
     def next_rendezvous(self) -> RendezvousInfo:
         found: list[RendezvousInfo | BaseException] = []
 
-        def meet() -> None:
+        def join() -> None:
             try:
                 found.append(self._inner.next_rendezvous())
             except BaseException as error:
                 found.append(error)
 
-        thread = threading.Thread(target=meet, daemon=True)
+        thread = threading.Thread(target=join, daemon=True)
         thread.start()
         hint = _Hint(f"paceline: waiting for the other machines, at {self._nodes.endpoint}")
         while thread.is_alive():
@@ -193,7 +193,7 @@ class MachinesRendezvous:
         return found[0]
 
     def relay_to_workers(self, starts: int) -> int | None:
-        """The port of loopback that leads to the store for the workers of one round; None: there is no such way."""
+        """Forward a loopback port to the workers' store of one round. Return the port, or None without tunnels."""
         if self._address is None:
             return None
         self._close_workers()
@@ -201,10 +201,13 @@ class MachinesRendezvous:
         return self._workers.port
 
     def open_workers_store(self, host: str) -> int:
-        """On the first machine, which the others know as `host`: a store for the workers of one round. Returns its
-        port. (torch would give them the store of the round before, in which gloo finds workers that have ended.)
+        """Open a store for the workers of one round, on the first machine. Return its port.
 
-        Where torch's own rendezvous is used, it listens on --local-addr, or else, as torch's, on every interface.
+        torch would reuse the store of the previous round, where gloo finds workers that have ended. With torch's
+        rendezvous, the store listens on --local-addr if it is given, else on every interface, as torch's stores do.
+
+        Args:
+            host: the first machine's name for the other machines.
         """
         self._close_workers()
         if self._nodes.guarded:
@@ -221,7 +224,7 @@ class MachinesRendezvous:
     def _close_workers(self) -> None:
         if isinstance(self._workers, Service):
             self._workers.close()
-        self._workers = None  # torch's stops listening
+        self._workers = None  # a TCPStore stops listening when it is freed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -236,7 +239,7 @@ class MachinesRendezvous:
 
 
 class _Hint:
-    """A line on stderr, once, where something is waited for longer than usual."""
+    """Prints a line on stderr once if a wait takes longer than usual."""
 
     def __init__(self, text: str) -> None:
         self._text, self._due = text, time.monotonic() + _HINT_SECONDS
@@ -248,15 +251,19 @@ class _Hint:
 
 
 def make_rendezvous(nodes: Nodes, early: EarlyWorkers | None = None) -> LoopbackRendezvous | MachinesRendezvous:
-    """The rendezvous of these machines. early: workers that wait for its store.
+    """Make the rendezvous of these machines.
 
-    Raises LaunchError where the endpoint cannot be reached or is no rendezvous.
+    Args:
+        early: workers that run already and wait for the first store.
+
+    Raises:
+        LaunchError: the endpoint cannot be reached, or is not a rendezvous.
     """
     if not nodes.several:
         return LoopbackRendezvous(nodes.port, early)
-    # That another machine has closed the rendezvous, or has gone, is told in our own words.
+    # Hide torch's warnings: Paceline itself reports that another machine has closed the rendezvous, or is down.
     logging.getLogger("torch.distributed.elastic.rendezvous").setLevel(logging.ERROR)
-    config: dict[str, Any] = {"timeout": int(MEET_SECONDS), **nodes.conf}
+    config: dict[str, Any] = {"timeout": int(JOIN_SECONDS), **nodes.conf}
     if nodes.rank is not None:
         config["rank"] = nodes.rank
     numbers = (nodes.min_nodes, nodes.max_nodes)
@@ -265,10 +272,10 @@ def make_rendezvous(nodes: Nodes, early: EarlyWorkers | None = None) -> Loopback
     try:
         if not nodes.guarded:
             return MachinesRendezvous(rendezvous_handler_registry.create_handler(parameters), nodes)
-        keeper = _keep(nodes)
-        if keeper is not None:
-            services.append(keeper)
-        address = _reach(nodes, keeper)
+        hosted = _host_stores(nodes)
+        if hosted is not None:
+            services.append(hosted)
+        address = _reach(nodes, hosted)
         if nodes.tunnelled:
             services.append(open_relay(address, nodes.key, "rendezvous"))
         store = client(*((HOST, services[-1].port) if nodes.tunnelled else address))
@@ -277,26 +284,26 @@ def make_rendezvous(nodes: Nodes, early: EarlyWorkers | None = None) -> Loopback
         else:
             inner = create_handler(store, JsonBackend(store, nodes.run_id), parameters)
         return MachinesRendezvous(inner, nodes, *services, address=address if nodes.tunnelled else None)
-    except Exception as error:  # torch's are of many kinds; some only wrap the one that says something
+    except Exception as error:  # torch raises many types; some only wrap the informative exception
         for service in services:
             service.close()
         if isinstance(error, LaunchError):
             raise
         why = str(error.__cause__ or error).splitlines()[0]
         raise LaunchError(
-            f"The rendezvous ({nodes.backend}, {nodes.endpoint}) cannot be made: {why}. Check --rdzv-backend, "
-            "--rdzv-endpoint and --rdzv-conf, and that the port is free on the machine named."
+            f"Cannot set up the rendezvous ({nodes.backend}, {nodes.endpoint}): {why}. Check --rdzv-backend, "
+            "--rdzv-endpoint and --rdzv-conf, and that the port is free on the rendezvous host."
         ) from None
 
 
-def client(host: str, port: int, timeout_seconds: float = MEET_SECONDS) -> TCPStore:
-    """torch's client, at a store of a launcher's."""
+def client(host: str, port: int, timeout_seconds: float = JOIN_SECONDS) -> TCPStore:
+    """Connect torch's client to a launcher's store."""
     limit = timedelta(seconds=timeout_seconds)
     return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
 
 
-def _keep(nodes: Nodes) -> Service | None:
-    """The service of the launcher that keeps the stores; None: another launcher does. Raises OSError."""
+def _host_stores(nodes: Nodes) -> Service | None:
+    """Host the stores if this is the rendezvous host's launcher, else return None. Raises OSError."""
     if nodes.rank != 0 and (nodes.rank is not None or not is_local(nodes.host)):
         return None
     try:
@@ -304,13 +311,15 @@ def _keep(nodes: Nodes) -> Service | None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        return None  # another launcher of this machine was faster, as a test may have; or else nobody answers below
-    return open_keeper(listener, nodes.key) if nodes.tunnelled else open_store(listener)
+        return None  # another launcher of this machine may host them; if not, `_reach` reports it
+    return open_rendezvous_host(listener, nodes.key) if nodes.tunnelled else open_store(listener)
 
 
 def _named_address(nodes: Nodes) -> str:
-    """The address to listen on: the one that was named. All of them where this machine knows its name as loopback, as
-    Debian has it, or does not have that address itself, as behind a translating router: the others could not come."""
+    """Return the address to listen on: the given address, or all addresses if other machines cannot reach it.
+
+    They cannot if its name resolves to loopback on this machine, as on Debian, or if it belongs to a NAT router.
+    """
     for host in (nodes.host, nodes.local_addr):
         if host is not None and is_local(host):
             address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
@@ -319,11 +328,13 @@ def _named_address(nodes: Nodes) -> str:
     return "0.0.0.0"
 
 
-def _reach(nodes: Nodes, keeper: Service | None) -> tuple[str, int]:
-    """The keeper's address, once it has answered and knows the secret: launchers may be started in any order. Raises
-    LaunchError."""
-    if keeper is not None:
-        return keeper.host if keeper.host != "0.0.0.0" else HOST, nodes.port
+def _reach(nodes: Nodes, hosted: Service | None) -> tuple[str, int]:
+    """Wait until the rendezvous host answers and knows the secret. Return its address. Raises LaunchError.
+
+    Launchers may be started in any order.
+    """
+    if hosted is not None:
+        return hosted.host if hosted.host != "0.0.0.0" else HOST, nodes.port
     hint = _Hint(f"paceline: waiting for the launcher at {nodes.endpoint}")
     start, attempts = time.monotonic(), 0
     while True:
@@ -331,41 +342,41 @@ def _reach(nodes: Nodes, keeper: Service | None) -> tuple[str, int]:
             host = str(socket.getaddrinfo(nodes.host, nodes.port, type=socket.SOCK_STREAM)[0][4][0])
             (knock if nodes.tunnelled else _ask_store)((host, nodes.port), nodes.key, _PROBE_SECONDS)
             return host, nodes.port
-        except (Refused, NoKeeper) as error:
-            attempts += 1  # it may end just now, and another begin
-            if attempts >= _KNOCKS or (isinstance(error, NoKeeper) and attempts > 1):
+        except (Refused, NotALauncher) as error:
+            attempts += 1  # an old launcher may be ending there, and a new one starting
+            if attempts >= _KNOCKS or (isinstance(error, NotALauncher) and attempts > 1):
                 raise LaunchError(_refusal(nodes, error)) from None
         except OSError:
-            if time.monotonic() - start > MEET_SECONDS:
+            if time.monotonic() - start > JOIN_SECONDS:
                 raise LaunchError(
-                    f"Nobody answered at {nodes.endpoint} for {MEET_SECONDS:.0f} s. Start the launcher there, and "
-                    "check that its name and port are right and that no firewall is between."
+                    f"No answer from {nodes.endpoint} for {JOIN_SECONDS:.0f} s. Start the launcher there, and check "
+                    "the name, the port and firewalls."
                 ) from None
         hint.poll()
         time.sleep(0.2)
 
 
 def _ask_store(address: tuple[str, int], secret: bytes, seconds: float) -> None:
-    """Does a store of this machine's listen there? Raises as `knock` does; `secret` is not needed."""
+    """Check that a store of this machine listens at the address. Raises NotALauncher or OSError. `secret` is unused."""
     with socket.create_connection(address, timeout=seconds) as sock:
         try:
             sock.sendall(PING)
             if sock.recv(len(PONG), socket.MSG_WAITALL) != PONG:
-                raise NoKeeper("it does not answer as a launcher does")
+                raise NotALauncher("it does not speak a launcher's protocol")
         except OSError as error:
-            raise NoKeeper(str(error)) from None
+            raise NotALauncher(str(error)) from None
 
 
 def _refusal(nodes: Nodes, problem: OSError) -> str:
-    """Why the launcher, or whatever listens at the endpoint, does not let this one in, and what to do."""
+    """Explain why the program at the endpoint does not accept this launcher, with the remedy."""
     if isinstance(problem, Refused):
         ours = f"the secret in {nodes.secret_file}" if nodes.secret_file else "this launcher, which has no secret"
         return (
             f"--rdzv-endpoint {nodes.endpoint}: the launcher there does not accept {ours} ({problem}). Give all "
-            "machines the same file (--rdzv-secret-file), or --rdzv-insecure to all."
+            "machines the same file (--rdzv-secret-file), or start all with --rdzv-insecure."
         )
     return (
-        f"--rdzv-endpoint {nodes.endpoint}: something that is no launcher of this version listens on port "
-        f"{nodes.port} ({problem}). End it there (`ss -ltnp | grep {nodes.port}` names it), choose another port on "
-        "all machines alike, or install the same version of Paceline on all."
+        f"--rdzv-endpoint {nodes.endpoint}: the program on port {nodes.port} is not a launcher of this version "
+        f"({problem}). End it there (`ss -ltnp | grep {nodes.port}` names it), choose another port on all machines, or "
+        "install the same version of Paceline on all."
     )

@@ -1,12 +1,13 @@
-"""Which ranks start again after what: a value that events change, the same on all machines that hear the same. Pure.
+"""The restart policy: whether ranks restart after a failure, and how many. Pure.
 
-`--max-restarts` is one budget for the run. The machines agree on how much of it is used whenever they meet; in between
-each decides by itself, from what all know, so that none waits for one that has ended.
+`--max-restarts` is one budget for the run. At every rendezvous, the machines agree on the number of used restarts.
+Between rendezvous, each machine decides alone, from facts that all machines know. So the machines make the same
+decisions, and none waits for a machine that has ended.
 
-With `--nproc MIN:MAX` a machine starts with MAX processes. A start comes to nothing where some of its ranks die before
-any has taken a batch, while others live: a device is broken, or memory does not suffice for all. The next start is one
-without as many as died, down to MIN. After a start that got under way the next has MAX again. None has more ranks than
-there are devices then.
+With `--nproc MIN:MAX`, a machine starts with MAX processes. A start fails if some of its ranks die before any has
+started a batch, while others survive: a device is broken, or there is too little memory for all ranks. The number of
+dead ranks is subtracted for the next start, which has at least MIN ranks. After a start that has made progress, the
+next start has MAX ranks again. No start has more ranks than there are devices.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Restarts:
-    """What the launcher of one machine knows.
+    """The state of the policy in one machine's launcher.
 
     Attributes:
-        most: how many restarts the run has (--max-restarts).
-        fewest, full: how many processes this machine may have (--nproc MIN:MAX; equal for a single number).
-        ranks: how many it has, or starts with next.
-        used: restarts that were taken up when the machines met, and one more where a failure has taken it since.
-        starts: how often all ranks have been started.
+        most: the run's budget of restarts (--max-restarts).
+        fewest, full: minimum and maximum number of processes on this machine (--nproc MIN:MAX). With --nproc N, both
+            are N.
+        ranks: the number of processes of the current start, or of the next start.
+        used: the number of restarts used before the last rendezvous, plus 1 if a failure since then used another.
+        starts: the number of times that all ranks have been started.
     """
 
     most: int
@@ -35,42 +37,51 @@ class Restarts:
 
     @property
     def left(self) -> int:
-        """Restarts that are not taken up."""
+        """The number of unused restarts."""
         return max(self.most - self.used, 0)
 
     def met(self, starts: int, used: int) -> Restarts:
-        """All machines have met, and their ranks start. starts, used: the most that one of them knows, without this."""
+        """Update after a rendezvous, when all ranks start.
+
+        Args:
+            starts, used: the maximum over all machines, before this start.
+        """
         return replace(self, starts=starts + 1, used=used)
 
     def counts_the_dead(self, moved: bool) -> bool:
-        """Does the number of ranks in the next start follow from how many have died? moved: as in `after_failure`."""
-        return self.left > 0 and not moved and self.fewest < self.ranks
-
-    def after_failure(self, died: int, moved: bool, room: int | None) -> Restarts | None:
-        """All ranks of all machines have been ended, since some have failed. None: the run ends.
+        """Return whether the next start's number of ranks depends on how many have died.
 
         Args:
-            died: ranks of this machine that failed by themselves, and not since others had gone.
-            moved: had a rank of this machine taken a batch?
-            room: how many processes the machine's devices suffice for; None: any number.
+            moved: as in `after_failure`.
+        """
+        return self.left > 0 and not moved and self.fewest < self.ranks
+
+    def after_failure(self, died: int, moved: bool, capacity: int | None) -> Restarts | None:
+        """Update after a failure, when all ranks of all machines have been ended. Return None if the run ends.
+
+        Args:
+            died: the number of ranks of this machine that failed, and not because other ranks had ended.
+            moved: whether a rank of this machine had started a batch.
+            capacity: the number of processes that the machine has devices for; None: any number.
         """
         if not self.left:
             return None
         ranks = self.ranks
         if moved:
             ranks = self.full
-        elif died < self.ranks:  # where all die, fewer would too
+        elif died < self.ranks:  # if all ranks died, fewer ranks would die too
             ranks = max(self.fewest, self.ranks - died)
-        if room is not None and self.fewest < self.full:
-            if room < self.fewest:
+        if capacity is not None and self.fewest < self.full:
+            if capacity < self.fewest:
                 return None
-            ranks = min(ranks, room)
+            ranks = min(ranks, capacity)
         return replace(self, used=self.used + 1, ranks=ranks)
 
-    def after_loss_of_keeper(self, failed: bool) -> Restarts | None:
-        """The launcher that kept the rendezvous has gone, and all would meet again. None: the run ends.
+    def after_loss_of_host(self, failed: bool) -> Restarts | None:
+        """Update after the loss of the rendezvous host, before a new rendezvous. Return None if the run ends.
 
-        failed: had ranks failed before? Then that failure has taken up the restart.
+        Args:
+            failed: whether ranks had failed before the host was lost. If so, that failure has already used a restart.
         """
         if failed:
             return self

@@ -1,13 +1,15 @@
-"""`paceline run --hosts`: one launcher on each host, over ssh, as one run. No torch.
+"""`paceline run --hosts`: one launcher on each host, over ssh, as one run. Does not import torch.
 
-1. Ask all hosts at once: can ssh enter without a question, are the directory, the script and the interpreter there, are
-   the versions alike? Nothing starts before all have answered well.
-2. Start `paceline run --nnodes N --node-rank i` on each. They meet at the first host, at a port that it found free.
-3. Show what they print, each line with its host before it. Send each a sign of life: one that hears none ends its part.
-4. When one fails, the launchers tell each other and all end. One that has not ended after OTHERS_SECONDS is told to.
+1. Check all hosts at once: does ssh connect without a prompt, do the directory, the script and the interpreter exist,
+   do the versions match? Nothing starts until all hosts pass.
+2. Start `paceline run --nnodes N --node-rank i` on each host. The rendezvous is on the first host, at a free port.
+3. Show the hosts' output, each line prefixed with its host. Send heartbeats to each host: without them, the host ends
+   its ranks.
+4. When one host fails, the launchers report it to each other and all end. A host that has not ended after
+   OTHERS_SECONDS is ordered to end.
 
-The client of ssh has the program on the host (paceline/on_host.py) at its other end, and a pipe of ours as its input.
-When this launcher dies, however that dies, the pipe closes, and the host ends its part.
+The ssh client runs a program on the host (paceline/on_host.py), which reads from a pipe of this launcher. When this
+launcher dies for any reason, the pipe closes, and the host ends its ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from paceline.launcher.hosts import (
     Answer,
     Host,
     HostOptions,
-    Meeting,
+    HostRendezvous,
     addresses,
     counts,
     disagreements,
@@ -51,26 +53,26 @@ from paceline.launcher.output import say
 from paceline.world import NOTICE_SECONDS, RESUMABLE
 
 _MOST_HOSTFILE_BYTES = 2**24
-ANSWER_SECONDS = 60.0  # for a host to be asked: a Python from a slow network disk takes its time
-OTHERS_SECONDS = 10.0  # between the failure of one host and an order to the others to end
+ANSWER_SECONDS = 60.0  # for a host to answer the check: loading Python from a network disk may be slow
+OTHERS_SECONDS = 10.0  # between the failure of one host and the order to the other hosts to end
 END_SECONDS = 12.0  # for a host to carry out that order
-_MOST_LINES = 50  # of a host's stderr, that are kept
-_CLOSE_SECONDS = 2.0  # for the connection to close when the run there has ended: a process left behind keeps it open
+_MOST_LINES = 50  # stderr lines to keep per host
+_CLOSE_SECONDS = 2.0  # for the connection to close after the end of the run: a leftover process may keep it open
 _MARK = MARK.encode()
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is run on the hosts.
+    """The job for the hosts.
 
     Attributes:
         script, module, args: as for `paceline run`.
         nproc: as typed; None: not given.
         options: further options of `paceline run`, as typed.
-        meeting: how the hosts meet.
-        version: of Paceline.
+        rendezvous: the rendezvous of the hosts.
+        version: Paceline's version on this machine.
         grace: as for launcher.run.
-        secret: that the launchers of the hosts share. It travels in ssh's pipe. None: they need none.
+        secret: the secret shared by the hosts' launchers, sent through ssh. None: they need no secret.
     """
 
     script: str
@@ -78,15 +80,18 @@ class Job:
     args: Sequence[str]
     nproc: str | None
     options: Sequence[str]
-    meeting: Meeting
+    rendezvous: HostRendezvous
     version: str
     grace: float | None = None
     secret: str | None = field(default=None, repr=False)
 
 
 def run_on_hosts(job: Job, options: HostOptions) -> int:
-    """Run the job on the hosts and wait until all have ended. Returns the exit code. Raises LaunchError where it cannot
-    start."""
+    """Run the job on the hosts and wait until all have ended. Return the exit code.
+
+    Raises:
+        LaunchError: the job cannot start.
+    """
     text = ""
     if options.hostfile is not None:
         try:
@@ -94,16 +99,16 @@ def run_on_hosts(job: Job, options: HostOptions) -> int:
                 text = file.read(_MOST_HOSTFILE_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise LaunchError(
-                f"--hostfile {options.hostfile} cannot be read: {error}. Name a text file with a host in each line."
+                f"--hostfile {options.hostfile} cannot be read: {error}. Give a text file with one host per line."
             ) from None
     hosts = read_hosts(options.hosts, options.hostfile, text)
     nproc = counts(hosts, job.nproc)
-    least = job.meeting.check(len(hosts))
+    least = job.rendezvous.check(len(hosts))
     variables = passed_variables(os.environ, options.env)
-    here = ["@" not in host.name and is_local(host.name) for host in hosts]  # a name with a user is left to ssh
+    here = ["@" not in host.name and is_local(host.name) for host in hosts]  # a name with a user always uses ssh
     if sum(here) > 1:
         names = " and ".join(host.name for host, local in zip(hosts, here) if local)
-        raise LaunchError(f"--hosts: {names} are this machine. Name it once, with the number of processes.")
+        raise LaunchError(f"--hosts: {names} refer to this machine. Give it once, with the number of processes.")
     if not all(here) and shutil.which("ssh") is None:
         raise LaunchError(
             "--hosts: there is no `ssh` on this machine. On Debian and Ubuntu: apt install openssh-client"
@@ -116,20 +121,20 @@ def run_on_hosts(job: Job, options: HostOptions) -> int:
                 with _Run(job, options, machines, least, variables, interrupts) as run:
                     run.start(run.ask())
                     run.watch()
-                machines = run.machines_to_meet_again(least) if job.meeting.may_move else []
+                machines = run.machines_to_rejoin(least) if job.rendezvous.may_move else []
                 if not machines:
                     return run.exit_code
                 run.wait_for_the_lost(machines)
         except Stopped as stopped:
             return stopped.report()
-        except BrokenPipeError:  # who read our output has gone, as `| head`: as a program that SIGPIPE ends
+        except BrokenPipeError:  # the reader of our output has ended (`| head`): exit like a process killed by SIGPIPE
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 128 + signal.SIGPIPE
 
 
 @dataclass(frozen=True)
 class _Machine:
-    """One host of a run: how many processes (as typed) run there, and whether it is this machine."""
+    """One host of a run, its number of processes (as typed), and whether it is this machine."""
 
     host: Host
     nproc: str
@@ -137,35 +142,37 @@ class _Machine:
 
 
 class _Remote:
-    """One host, and the program there (paceline/on_host.py) behind ssh.
+    """One host, and the ssh connection to its program (paceline/on_host.py).
 
     Attributes:
-        answer: what the host said of itself; None: nothing yet.
-        code: the exit code of `paceline run` there, once it has told it.
-        told: was it told to end?
-        said: lines on stderr; those that come before the run there begins are not shown.
-        closed_by: when the connection is closed from here.
+        answer: the host's reply to the check; None: not yet received.
+        code: the exit code of `paceline run` on the host; None: not yet received.
+        ordered_to_end: whether this launcher ordered the host to end.
+        said: the last lines of the host's stderr, including unshown lines from before the run.
+        closed_by: when this launcher closes the connection, by time.monotonic.
     """
 
     def __init__(self, machine: _Machine, command: Sequence[str]) -> None:
         self.machine, self.name = machine, machine.host.name
         self.answer: Answer | None = None
         self.code: int | None = None
-        self.told = False
+        self.ordered_to_end = False
         self.said: list[str] = []
         self.closed_by = float("inf")
         self._began = False
         pipe = subprocess.PIPE
-        try:  # in a session of its own: a Ctrl-C at the terminal reaches only this launcher, which passes it on
+        try:  # in a separate session, so that Ctrl-C at the terminal reaches only this launcher, which forwards it
             self.client = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
         except OSError as error:
-            raise LaunchError(f"{command[0]} cannot be run: {error.strerror}. Name another with --python.") from None
+            raise LaunchError(
+                f"{command[0]} cannot be run: {error.strerror}. Give another interpreter with --python."
+            ) from None
         assert self.client.stdin is not None
         assert self.client.stdout is not None
         assert self.client.stderr is not None
         self._input = self.client.stdin.fileno()
         self.streams = {self.client.stdout: sys.stdout, self.client.stderr: sys.stderr}
-        self._parts = dict.fromkeys(self.streams, b"")  # of a line whose end has not come
+        self._parts = dict.fromkeys(self.streams, b"")  # the last, incomplete line
 
     def request(self, what: Mapping[str, Any]) -> None:
         self._began = self.answer is not None
@@ -173,21 +180,21 @@ class _Remote:
             file.write(f"{json.dumps(what)}\n".encode())
 
     def send(self, text: str) -> None:
-        """To the run there. It has ended, where this fails; or its pipe is full, since the network is cut."""
+        """Send a line to the host. Drop it if the run has ended, or if the pipe is full (a network failure)."""
         os.set_blocking(self._input, False)
         with contextlib.suppress(OSError):
             os.write(self._input, f"{text}\n".encode())
 
     def read(self, stream: IO[bytes]) -> bool:
-        """Take what has come on a stream. Returns whether more may come."""
+        """Read and handle the available data of a stream. Return False at the end of the stream."""
         data = os.read(stream.fileno(), 65536)
         *lines, rest = (self._parts[stream] + data).split(b"\n")
         self._parts[stream] = rest
         target = self.streams[stream]
         for line in lines if data else filter(None, [rest]):
-            shown, mark, told = line.partition(_MARK)
+            shown, mark, message = line.partition(_MARK)
             if mark:
-                self._hear(json.loads(told))
+                self._receive(json.loads(message))
             if mark and not shown:
                 continue
             text = shown.decode(errors="replace").rstrip("\r")
@@ -201,12 +208,12 @@ class _Remote:
             del self.streams[stream]
         return bool(data)
 
-    def _hear(self, told: dict[str, Any]) -> None:
-        if "exit" in told:
-            self.code = told["exit"]
+    def _receive(self, message: dict[str, Any]) -> None:
+        if "exit" in message:
+            self.code = message["exit"]
             self.closed_by = time.monotonic() + _CLOSE_SECONDS
         else:
-            self.answer = Answer(**told)
+            self.answer = Answer(**message)
 
     @property
     def ended(self) -> bool:
@@ -214,12 +221,11 @@ class _Remote:
 
     @property
     def last(self) -> str:
-        """The last line on its stderr; "" where there is none."""
+        """The last line of the host's stderr, or ""."""
         return next((line for line in reversed(self.said) if line.strip()), "")
 
     def close(self) -> None:
-        """End the client of ssh, with what it has started, such as a ProxyCommand. The host's part, if it still runs,
-        sees its input end."""
+        """End the ssh client and its child processes, such as a ProxyCommand. This ends the input of the host's run."""
         for stream in (self.client.stdin, self.client.stdout, self.client.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -236,12 +242,12 @@ class _Remote:
 
 
 class _Run:
-    """The hosts of a run: asked, then started, then watched until all have ended.
+    """The hosts of a run: check them, start them, and watch them until all have ended.
 
     Args:
-        least: how many of the machines must stay.
-        variables: of the environment, for the hosts.
-        interrupts: whether Ctrl-C or SIGTERM came.
+        least: the minimum number of machines.
+        variables: environment variables for the hosts.
+        interrupts: Ctrl-C and SIGTERM.
     """
 
     def __init__(
@@ -253,16 +259,16 @@ class _Run:
         variables: Mapping[str, str],
         interrupts: Interrupts,
     ) -> None:
-        self.exit_code = 1  # of the run, once it has ended
+        self.exit_code = 1  # of the run, valid after its end
         self._job, self._options, self._least, self._variables = job, options, least, variables
         self._python = options.python or sys.executable
         self._interrupts, self._most_lost = interrupts, len(machines) - least
-        self._noticed = False  # have the hosts heard of SIGTERM, where they decide what it asks for?
-        self._lost: dict[_Remote, float] = {}  # hosts whose launcher has gone without a word, and when
-        self._ended: list[tuple[str, int | None]] = []  # (host, exit code) of those that ended without being told
-        self._failed_at: float | None = None  # when too many had failed
-        self._told_at: float | None = None  # when the others were told to end
-        self._beat_at, self._beaten = 0.0, ""  # when the hosts last heard from here, and what
+        self._noticed = False  # whether "notice" was sent to the hosts (see _beat)
+        self._lost: dict[_Remote, float] = {}  # hosts lost without an exit code -> time
+        self._ended: list[tuple[str, int | None]] = []  # (host, exit code) of hosts that ended without an order
+        self._failed_at: float | None = None  # when too many hosts had failed
+        self._ordered_at: float | None = None  # when the others were ordered to end
+        self._beat_at, self._beaten = 0.0, ""  # time and content of the last heartbeat
         self._unreached: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._remotes: list[_Remote] = []
@@ -292,7 +298,7 @@ class _Run:
         return ssh_command(machine.host, self._options, self._python, os.environ.get("PYTHONPATH"))
 
     def _read(self, seconds: float) -> None:
-        """Take what comes from the hosts within this time, and stop reading from those that have ended."""
+        """Wait up to `seconds` for output of the hosts, and handle it. Close connections that are due (closed_by)."""
         for key, _ in self._selector.select(seconds):
             if not key.data.read(key.fileobj):
                 self._selector.unregister(key.fileobj)
@@ -303,7 +309,7 @@ class _Run:
                 remote.close()
 
     def ask(self) -> list[Answer]:
-        """What each host answers. Raises LaunchError with all that keeps the run from starting, of all hosts."""
+        """Check all hosts and return their answers. Raises LaunchError with the problems of all hosts."""
         job = self._job
         for remote in self._remotes:
             remote.request({"directory": os.getcwd(), "script": job.script, "module": job.module})
@@ -321,9 +327,9 @@ class _Run:
                 code = remote.client.wait()
                 faults.append(refusal(host, code, said, self._options, self._python, job.version))
             else:
-                last = f" (it said: {remote.last})" if remote.last else ""
-                by_hand = f"ssh {host.name} {self._python} -V"
-                faults.append(f"host {host.name}: no answer for {ANSWER_SECONDS:.0f} s{last}. Does `{by_hand}` work?")
+                last = f" (it printed: {remote.last})" if remote.last else ""
+                manual = f"ssh {host.name} {self._python} -V"
+                faults.append(f"host {host.name}: no answer for {ANSWER_SECONDS:.0f} s{last}. Does `{manual}` work?")
         faults += disagreements(answers, job.version)
         if faults:
             raise LaunchError("Nothing was started.\n" + "\n".join(faults))
@@ -335,7 +341,7 @@ class _Run:
         reached = addresses(answers, [remote.machine.here for remote in self._remotes])
         self._interrupts.deferred = True
         for number, remote in enumerate(self._remotes):
-            place = job.meeting.options(number, reached, answers[0].port, self._least)
+            place = job.rendezvous.options(number, reached, answers[0].port, self._least)
             words = ["run", *job.options, "--nproc", remote.machine.nproc, *place]
             what = {
                 "environ": self._variables,
@@ -346,7 +352,7 @@ class _Run:
             remote.request(what)
 
     def watch(self) -> None:
-        """Until all have ended. Raises Stopped when a signal has ended the run."""
+        """Watch the hosts until all have ended. Raises Stopped if a signal has ended the run."""
         running = list(self._remotes)
         while running:
             self._read(0.1)
@@ -358,8 +364,8 @@ class _Run:
             self._end_others(running, now)
         if self._unreached:
             say(
-                f"paceline: {', '.join(self._unreached)} did not answer when told to end. What runs there ends by "
-                f"itself, {SILENT_SECONDS:.0f} s after it last heard from here.\n"
+                f"paceline: {', '.join(self._unreached)} did not answer the request to stop. The processes there end "
+                f"{SILENT_SECONDS:.0f} s after the last heartbeat from this machine.\n"
             )
         self._interrupts.check()
         lost = sum(code != 0 for _, code in self._ended)
@@ -370,33 +376,38 @@ class _Run:
         else:
             self.exit_code = exit_code(self._ended)
 
-    # --- when the host is lost that kept the rendezvous
+    # --- loss of the rendezvous host
 
     @property
-    def _keeper(self) -> _Remote:
+    def _rendezvous_host(self) -> _Remote:
         return self._remotes[0]
 
-    def machines_to_meet_again(self, least: int) -> list[_Machine]:
-        """The machines that are left, where the one that kept the rendezvous is lost, no other has ended its part, and
-        `least` are enough; or else none."""
+    def machines_to_rejoin(self, least: int) -> list[_Machine]:
+        """Return the machines that can continue with a new rendezvous host.
+
+        The list is empty unless the rendezvous host is lost, no host has finished, and at least `least` machines are
+        left.
+        """
         left = [remote.machine for remote in self._remotes if remote not in self._lost]
-        if self._keeper not in self._lost or len(left) < least or any(code == 0 for _, code in self._ended):
+        if self._rendezvous_host not in self._lost or len(left) < least or any(code == 0 for _, code in self._ended):
             return []
         return left
 
     def wait_for_the_lost(self, left: Sequence[_Machine]) -> None:
-        """Until nothing can run any more on the lost hosts: a second run beside the first would write into the same
-        checkpoints. Raises Stopped."""
+        """Wait until the ranks on lost hosts must have ended, so that two runs cannot write the same checkpoints.
+
+        Raises Stopped.
+        """
         names = ", ".join(machine.host.name for machine in left)
-        say(f"paceline: {self._keeper.name} kept the rendezvous. {names} will meet again without it.\n")
+        say(f"paceline: {self._rendezvous_host.name} was the rendezvous host. {names} will continue without it.\n")
         unsure = {
             remote.name: when for remote, when in self._lost.items() if not remote.machine.here
-        }  # ssh ends alike where its connection breaks
+        }  # ssh ends in the same way if only the connection breaks
         ends = max(unsure.values()) + SILENT_SECONDS + STOP_SECONDS if unsure else 0.0
         if unsure:
             say(
-                f"paceline: {', '.join(unsure)} may only be cut off. What runs there ends by itself within "
-                f"{ends - time.monotonic():.0f} s, and is waited for.\n"
+                f"paceline: {', '.join(unsure)} may still be running. Waiting up to "
+                f"{ends - time.monotonic():.0f} s for the ranks there to end.\n"
             )
         self._interrupts.deferred = False
         while True:
@@ -406,31 +417,36 @@ class _Run:
             time.sleep(0.1)
 
     def _note(self, remote: _Remote, now: float) -> None:
-        """A host has ended: say so if it failed."""
+        """Record that a host has ended, and report it if it failed."""
         name = remote.name
-        if remote.told:
+        if remote.ordered_to_end:
             if remote.code is None:
                 self._unreached.append(name)
             return
         self._ended.append((name, remote.code))
         failed = [host for host, code in self._ended if code not in (0, RESUMABLE)]
-        if remote.code in (0, RESUMABLE):  # all of them have saved, and the first says where
+        if remote.code in (0, RESUMABLE):  # RESUMABLE: all hosts have saved, and the first reports the path
             return
         if remote.code is None:
             self._lost[remote] = now
-            last = f" The last line on its stderr: {remote.last}" if remote.last else ""
+            last = f" Last line of its stderr: {remote.last}" if remote.last else ""
             say(f"paceline: host {name} is lost: its launcher was killed, or the connection broke.{last}\n")
         elif remote.code != 2 or len(failed) == 1:
             say(f"paceline: host {name} ended with exit code {remote.code}.\n")
-        if remote is self._keeper and remote.code is None and self._most_lost:
-            self._failed_at = now - OTHERS_SECONDS  # the others cannot go on, and might wait for it to come back
+        if remote is self._rendezvous_host and remote.code is None and self._most_lost:
+            self._failed_at = now - OTHERS_SECONDS  # the others cannot continue, and might wait for it to return
         elif len(failed) > self._most_lost and self._failed_at is None:
             self._failed_at = now
 
     def _beat(self, running: Sequence[_Remote], now: float) -> None:
-        """A sign of life. After a signal that asks the run to save a checkpoint and end (stop_request.py) it says that,
-        at once, and each time: the first one may come too early there. SIGTERM that the hosts decide on is passed on
-        once: one that comes early ends the run there, and a second would hurry its end."""
+        """Send a heartbeat when due.
+
+        A heartbeat is usually "alive". After a signal that asks the run to save a checkpoint and end (stop_request.py),
+        it is "save": sent at once, and then repeated, because the first may arrive before the workers run.
+
+        If the user set no grace period, SIGTERM is sent as "notice", and each host decides what to do. "notice" is sent
+        only once: before the workers run it ends the run, and a second would abort the shutdown.
+        """
         asked = self._interrupts.asked
         if asked == signal.SIGTERM and self._job.grace is None:
             word = "alive" if self._noticed else "notice"
@@ -443,15 +459,15 @@ class _Run:
                 remote.send(word)
 
     def _end_others(self, running: Sequence[_Remote], now: float) -> None:
-        """After a failure, or a signal: let the others end, tell them to, and in the end leave them."""
+        """After a failure or a signal, wait for the other hosts to end, then order them to end, finally disconnect."""
         signum = self._interrupts.due
         if signum is None and (self._failed_at is None or now - self._failed_at < OTHERS_SECONDS):
             return
-        if self._told_at is None:
-            self._told_at = now
+        if self._ordered_at is None:
+            self._ordered_at = now
             for remote in running:
-                remote.told = True
+                remote.ordered_to_end = True
                 remote.send(f"stop {int(signum or signal.SIGTERM)}")
-        elif now - self._told_at > END_SECONDS or self._interrupts.impatient:
+        elif now - self._ordered_at > END_SECONDS or self._interrupts.impatient:
             for remote in running:
                 remote.closed_by = 0.0

@@ -1,18 +1,17 @@
-"""The thread by which a worker says where its main thread stands, and how the launcher asks it. No torch; Linux only.
+"""A thread in each worker that reports the main thread's stack to the launcher. Linux only. Does not import torch.
 
-The obvious tool, a signal at which faulthandler writes the stack, kills: from Python 3.11 on a signal that comes while
-the interpreter enters or leaves a function finds a frame that is half made, and the handler reads through it (SIGSEGV,
-python/cpython/issues/116008; measured with 3.11.7, 3.12.1 and 3.13.0: after 5 to 281 requests to a process that
-calls small functions). A thread that takes the interpreter's lock finds every frame whole. It answers while the main
-thread computes, and while that waits in native code, as in a collective. It cannot where native code keeps the lock:
-`keeping_lock` tells, and for that case alone the signal is left (worker.py, stacks.py), which is safe there, since no
-frame changes.
+The obvious tool, a signal at which faulthandler writes the stack, can kill the process. From Python 3.11 on, the signal
+may arrive while the interpreter enters or leaves a function. The handler then reads an incomplete frame and crashes
+(SIGSEGV, python/cpython/issues/116008; measured with 3.11.7, 3.12.1 and 3.13.0: after 5 to 281 requests to a process
+that calls small functions). A thread that holds the GIL finds every frame complete. It answers while the main thread
+computes, and while the main thread waits in native code, such as a collective. It cannot answer while native code holds
+the GIL.
 
-It also tells which collective calls of the process are under way (torch_private/flight_recorder.py).
+The thread also reports the process's collective calls in progress (torch_private/flight_recorder.py).
 
-The request is a datagram to a socket without a file, whose name is made of the process and the run's folder, so that
-nothing is left over when a process is killed; the answer goes back to the sender. A forked child, as a DataLoader's
-worker, starts a thread and a socket of its own.
+A request is a datagram to an abstract socket, so that a killed process leaves no file behind. The socket's name is
+derived from the process id and the error file. The answer goes back to the sender. Each forked child, such as a
+DataLoader worker, starts another thread and socket.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import struct
 import sys
 import types
 
-# By their names: gevent puts others into the modules, which are not for a thread beside its own.
+# Imported by name: gevent replaces these functions in the modules, and its versions do not work in this thread.
 from _thread import LockType, allocate_lock, get_ident, start_new_thread
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,13 +48,14 @@ Frames = tuple[tuple[str, int, str], ...]  # innermost first: (file, line, funct
 
 @dataclass(frozen=True)
 class MainThread:
-    """What a process says of its main thread.
+    """A process's report about its main thread.
 
     Attributes:
-        frames: where it is; empty where there is none.
-        runs_python: did it want the interpreter's lock? Then it neither waits nor computes in native code. The lock is
-            handed over at few places, the head of a loop or a call, so that even a quick loop is found at one line.
-        others: the innermost line of each other thread that runs code in Python.
+        frames: the stack; empty if there is no main thread.
+        runs_python: whether it wanted the GIL, so it neither waits nor computes in native code. Python releases the GIL
+            only at a few points, such as the head of a loop or a call. So even a fast loop is always sampled at the
+            same line.
+        others: the innermost line of each other Python thread.
     """
 
     frames: Frames
@@ -65,21 +65,21 @@ class MainThread:
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred of unix(7): the sender's process, user and group
 _MOST_FRAMES = 100
-_ENCODING = ("utf-8", "surrogatepass")  # a file's name may hold any bytes
-_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}  # of a thread itself
-# There a garbage collection inside of sys._current_frames could block all threads (python/cpython/issues/106883).
+_ENCODING = ("utf-8", "surrogatepass")  # a file name may contain any bytes
+_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT}  # caused by the thread itself
+# In these versions, a garbage collection in sys._current_frames could block all threads (python/cpython/issues/106883).
 _COLLECTS_INSIDE = (3, 11) <= sys.version_info < (3, 11, 9)
-_ASLEEP_SECONDS = 2e-4  # enough for another thread to wake up and take the lock
-_LOOK_SECONDS = 4.0  # between two looks whether the launcher is stopped
-_WHERE, _CALLS = b"?", b"c"  # the questions: a byte each
-_ANSWER_BYTES = 2**18  # more than a socket takes, as it comes
+_ASLEEP_SECONDS = 2e-4  # enough for another thread to wake up and take the GIL
+_LOOK_SECONDS = 4.0  # between two checks whether the launcher is stopped
+_WHERE, _CALLS = b"?", b"c"  # the requests, one byte each
+_ANSWER_BYTES = 2**18  # more than the default limit of a socket
 
 
 class _Inbox:
-    """The socket on which questions come. Raises OSError where it cannot be had.
+    """The socket for requests. Raises OSError if it cannot be created.
 
-    A script may close descriptors that it does not know, as daemons do, and the number may be another file's then. So
-    no call is made before it is looked whose the number is.
+    A script may close unknown descriptors, as daemons do, and their numbers may then be reused for other files.
+    So each call first checks that the descriptor is still this socket.
     """
 
     def __init__(self, address: bytes) -> None:
@@ -96,8 +96,11 @@ class _Inbox:
         return False
 
     def receive(self, between: Callable[[], None]) -> tuple[bytes, bytes] | None:
-        """Waits for a question of this user's, or of root's. Returns it, and where the answer goes; None: no more will
-        come. between: called every _LOOK_SECONDS meanwhile."""
+        """Wait for a request from this user or root. Return (request, address for the answer), or None at the end.
+
+        Args:
+            between: called every _LOOK_SECONDS while waiting.
+        """
         space = socket.CMSG_SPACE(_CREDENTIALS.size)
         while self.there:
             try:
@@ -114,17 +117,17 @@ class _Inbox:
 
     def send(self, answer: bytes, address: bytes) -> None:
         if self.there:
-            with contextlib.suppress(OSError):  # who asked may have gone
+            with contextlib.suppress(OSError):  # the sender may have ended
                 self._socket.sendto(answer, address)
 
     def stop(self) -> None:
-        """Have `receive` return None."""
+        """Make `receive` return None."""
         if self.there:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Nobody receives any more; or, in a forked child, the parent alone does."""
+        """Close the socket in this process. In a forked child, the parent's socket stays open."""
         if self.there:
             self._socket.close()
         else:
@@ -132,11 +135,15 @@ class _Inbox:
 
 
 _inbox: _Inbox | None = None  # of this process
-_answering = allocate_lock()  # the thread holds it as long as it lives
+_answering = allocate_lock()  # held by the thread while it runs
 
 
 def serve(error_file: str) -> None:
-    """Start the thread, in this process and in each that is forked from it. error_file: of the worker (world.py)."""
+    """Start the thread, in this process and in each forked child.
+
+    Args:
+        error_file: the worker's error file (world.py).
+    """
     _start(error_file)
     atexit.register(_stop)
     os.register_at_fork(after_in_child=lambda: _start(error_file))
@@ -144,15 +151,15 @@ def serve(error_file: str) -> None:
 
 def _start(error_file: str) -> None:
     global _inbox, _answering
-    if _inbox is not None:  # in a forked child: its parent's
+    if _inbox is not None:  # in a forked child, this is the parent's inbox
         _inbox.close()
         _inbox, _answering = None, allocate_lock()
     if sys.platform != "linux" or not _has_lock():
         return
-    with contextlib.suppress(OSError, RuntimeError):  # no socket or no thread to be had: then nobody can ask
+    with contextlib.suppress(OSError, RuntimeError):  # without a socket or a thread, there are no reports
         inbox = _Inbox(_address(error_file, os.getpid()))
-        # Not by `threading`: a script that lists its threads, or waits for all of them, finds its own alone.
-        # Signals are the script's: the thread would get those that the script blocks, to wait for them.
+        # `threading` is not used, so that a script that lists or joins all threads does not find this thread.
+        # The thread blocks signals, because otherwise it would receive signals that the script blocks and waits for.
         former = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _CRASHES)
         try:
             start_new_thread(_answer_all, (inbox, get_ident(), _answering))
@@ -162,28 +169,35 @@ def _start(error_file: str) -> None:
 
 
 def _has_lock() -> bool:
-    """Not so the builds of Python without the lock, where nobody may look at the frames of a thread that runs."""
+    """Return whether this Python has a GIL. Without a GIL, frames of a running thread must not be read."""
     return not hasattr(sys, "_is_gil_enabled") or sys._is_gil_enabled()
 
 
 def _stop() -> None:
-    """Have the thread end before the interpreter does."""
+    """End the thread before the interpreter exits."""
     if _inbox is not None:
         _inbox.stop()
         if _answering.acquire(timeout=1.0 if _inbox.there else 0.0):
-            _inbox.close()  # else the interpreter warns of it, where warnings are shown
+            _inbox.close()  # otherwise Python may print a ResourceWarning
 
 
 def _address(error_file: str, pid: int) -> bytes:
-    """An abstract name (unix(7)). Two containers that share a network may have processes of one number: so the path."""
+    """Return the abstract name of the socket (unix(7)).
+
+    It contains a hash of the path, because two containers that share a network may have processes with the same id.
+    """
     run = hashlib.sha256(os.fsencode(os.path.abspath(error_file))).hexdigest()[:16]
     return f"\0paceline-stack-{run}-{pid}".encode("ascii")
 
 
 def _answer_all(inbox: _Inbox, main: int, answering: LockType) -> None:
-    """main: of the main thread, which in a forked child is the one that forked."""
+    """Answer requests until the socket is closed.
+
+    Args:
+        main: identifier of the main thread. In a forked child this is the thread that forked.
+    """
     with answering:
-        with contextlib.suppress(OSError):  # the descriptor was closed: nobody can ask any more
+        with contextlib.suppress(OSError):  # the descriptor was closed, so no request can arrive
             watch = _LauncherWatch()
             while (asked := inbox.receive(watch)) is not None:
                 question, sender = asked
@@ -192,13 +206,13 @@ def _answer_all(inbox: _Inbox, main: int, answering: LockType) -> None:
 
 
 class _LauncherWatch:
-    """Says that the launcher is stopped, which can say nothing itself: the first rank of a machine does."""
+    """Reports, in the first rank of a machine, that the launcher is stopped. The launcher cannot report this itself."""
 
     def __init__(self) -> None:
         pid = os.environ.get(LAUNCHER_PID, "")
-        first = os.environ.get("LOCAL_RANK") == "0" and str(os.getppid()) == pid  # not a process that it has forked
+        first = os.environ.get("LOCAL_RANK") == "0" and str(os.getppid()) == pid  # and not a forked child
         self._pid = int(pid) if first else None
-        self._looks = 0  # at which it was stopped, one after the other
+        self._looks = 0  # consecutive checks that found it stopped
 
     def __call__(self) -> None:
         if self._pid is None:
@@ -208,20 +222,20 @@ class _LauncherWatch:
             with contextlib.suppress(OSError):
                 os.write(
                     2,
-                    f"paceline: the launcher, process {self._pid}, is stopped by a signal. The ranks go on, and nobody "
-                    f"watches them; `kill -CONT {self._pid}` lets it go on.\n".encode(),
+                    f"paceline: the launcher, process {self._pid}, is stopped by a signal. The ranks continue without "
+                    f"supervision; `kill -CONT {self._pid}` resumes it.\n".encode(),
                 )
 
 
 def _calls() -> list[Any]:
     try:
         return flight_recorder.packed(flight_recorder.read())
-    except Exception:  # another version of torch may tell it otherwise: the thread must live on
+    except Exception:  # another torch version may have another format; the thread must survive
         return []
 
 
 def _frames(main: int) -> tuple[Frames, Frames]:
-    """(of the main thread, the innermost of each other)."""
+    """Return the frames of the main thread, and the innermost frame of each other thread."""
     with _no_collection() if _COLLECTS_INSIDE else contextlib.nullcontext():
         current = sys._current_frames()
     del current[get_ident()]
@@ -250,9 +264,10 @@ def _no_collection() -> Iterator[None]:
 
 
 def _is_wanted() -> bool:
-    """Does another thread want the interpreter's lock? Then it has it after this sleep, and this thread waits for it.
+    """Return whether another thread wants the GIL.
 
-    One wait is the sleep's own. A thread that a busy machine takes the core from does not wait.
+    If so, that thread takes the GIL while this thread sleeps. This thread must then wait for the GIL, which is another
+    voluntary context switch after the switch of the sleep. Losing the core on a busy machine is an involuntary switch.
     """
     before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
     sleep(_ASLEEP_SECONDS)
@@ -260,17 +275,17 @@ def _is_wanted() -> bool:
 
 
 def ask(error_files: Mapping[int, str], seconds: float) -> dict[int, MainThread]:
-    """What each process that answers in time says of its main thread, by process.
+    """Ask processes about their main threads. Return process id -> answer, for each process that answers in time.
 
     Args:
-        error_files: by process, the error file of its rank. A child that a rank has forked has the rank's.
-        seconds: how long to wait for all of them together.
+        error_files: process id -> error file of its rank. A forked child uses its rank's file.
+        seconds: the time limit for all answers together.
     """
     return _ask(_WHERE, _main_thread, error_files, seconds)
 
 
 def ask_calls(error_files: Mapping[int, str], seconds: float) -> dict[int, list[GroupCalls]]:
-    """The collective calls of each process that answers in time, by process. The arguments are those of `ask`."""
+    """Ask processes for their collective calls. Arguments and result as for `ask`."""
     return _ask(_CALLS, flight_recorder.unpacked, error_files, seconds)
 
 
@@ -279,18 +294,18 @@ def _ask(
 ) -> dict[int, Answer]:
     found: dict[int, Answer] = {}
     with Socket(socket.AF_UNIX, socket.SOCK_DGRAM) as outbox:
-        outbox.bind("")  # a name of the kernel's choice, for the answers
+        outbox.bind("")  # the kernel chooses a name, for the answers
         asked: dict[bytes, int] = {}
         for pid, path in error_files.items():
             address = _address(path, pid)
-            # Gone, or another program by now (os.execv), or it does not read: no answer comes.
+            # The process may have ended, become another program (os.execv), or not read. Then there is no answer.
             with contextlib.suppress(OSError):
                 outbox.sendto(question, socket.MSG_DONTWAIT, address)
                 asked[address] = pid
         deadline = monotonic() + seconds
         while len(found) < len(asked) and (left := deadline - monotonic()) > 0:
             outbox.settimeout(left)
-            with contextlib.suppress(OSError, ValueError, TypeError):  # what is no answer of a rank's counts as none
+            with contextlib.suppress(OSError, ValueError, TypeError):  # ignore invalid answers
                 answer, sender = outbox.recvfrom(_ANSWER_BYTES)
                 if sender in asked:
                     found[asked[sender]] = read(json.loads(answer.decode(*_ENCODING)))

@@ -1,8 +1,7 @@
-"""Where a worker stands: the line of the user's script, and the call in it.
+"""Sample where a worker is: the line of the user's script, and the call in it. Linux only.
 
-A thread of each worker answers, also while the main thread waits inside native code; the script notices nothing
-(stack_thread.py). It cannot where native code keeps the interpreter's lock. The workers of a DataLoader, where they are
-forked, have a thread each. On Linux only.
+A thread of each worker answers, even while the main thread waits in native code. The script does not notice
+(stack_thread.py). There is no answer while native code holds the GIL. Forked DataLoader workers have such a thread too.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from paceline.launcher import process_state, stack_thread
 from paceline.launcher.stack_thread import Frames
 from paceline.launcher.worker import LIBRARY, STANDARD_LIBRARY, crash_file, innermost_own
 
-_ANSWER_SECONDS = 2.0  # for those that do not: on a busy machine a rank may not run for a second
-_IDLE = 0.1  # of a core: a process that uses less waits
-MOST_WORKERS = 16  # of a DataLoader, that are asked
+_ANSWER_SECONDS = 2.0  # time limit for answers: on a busy machine, a rank may not run for a second
+_IDLE = 0.1  # cores; a process that uses less is waiting
+MOST_WORKERS = 16  # number of workers to sample per DataLoader
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _TRACEBACK_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
@@ -27,11 +26,11 @@ _TRACEBACK_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTIL
 _WAITS = re.compile(r"/torch/distributed/|/torch/cuda/|/paceline/(comm|data|strategies|step|norm|state|metrics)/")
 _OPERATIONS = re.compile(r"/torch/distributed/distributed_c10d\.py$|/paceline/comm/")
 # Innermost frames of a rank in native code of a backward, or of DistributedDataParallel's forward (where ranks agree on
-# buckets in the second step), which may wait or compute: the CPU time tells.
+# buckets in the second step). The rank may wait or compute; its CPU time shows which.
 _MAY_WAIT = re.compile(r"/torch/autograd/graph\.py$|/torch/_tensor\.py$|/torch/nn/parallel/distributed\.py$")
 _MAKE_GROUPS = {"init_process_group", "new_group"}  # of torch.distributed
-_DECORATORS = re.compile(r"wrapper$|decorate_context$|\w*call_impl$")  # of torch's, around what the script calls
-# Innermost frames of a thread that waits for something to do.
+_DECORATORS = re.compile(r"wrapper$|decorate_context$|\w*call_impl$")  # torch's wrappers of the called function
+# Innermost frames of a thread that waits for work.
 _IDLE_THREAD = re.compile(
     r"/lib/python3[^/]*/(threading|queue|selectors|concurrent/futures/thread|multiprocessing/\w+)\.py$"
 )
@@ -42,13 +41,14 @@ _WORKER_LOOP = re.compile(r"/torch/utils/data/_utils/worker\.py$")
 
 @dataclass(frozen=True)
 class StackSample:
-    """Where a process stands.
+    """One sample of a process.
 
     Attributes:
-        frames: of its main thread, innermost first: (file, line, function).
-        cpu_seconds: that it has used so far.
-        runs_python: was code in Python running? It may be on its way, though the frames are those of the last time.
-        others: the innermost line of each other thread of Python's.
+        frames: frames of its main thread, innermost first: (file, line, function).
+        cpu_seconds: processor time used so far.
+        runs_python: whether Python code was running. Then the process may make progress even if its frames are
+            unchanged.
+        others: the innermost line of each other Python thread.
     """
 
     frames: Frames
@@ -57,7 +57,7 @@ class StackSample:
     others: Frames = ()
 
     def __str__(self) -> str:
-        """The user's innermost line, the function that is called there, and the collective in it where that waits."""
+        """Format the user's innermost line, the function that it calls, and the collective inside, if any."""
         own = innermost_own([path for path, *_ in self.frames])
         calls = [(path, function) for path, _, function in self.frames[:own] if not _DECORATORS.match(function)]
         called = calls[-1][1] if calls else ""
@@ -72,24 +72,24 @@ class StackSample:
 
     @property
     def in_script(self) -> bool:
-        """Is it inside the script? A process that loads or ends is not."""
+        """Whether the process is inside the script. While it starts or exits, it is not."""
         return any(not LIBRARY.search(path) for path, *_ in self.frames)
 
     @property
     def moves(self) -> bool:
-        """Is it on its way, whatever the frames of the last time? Waits for others may be loops in Python."""
+        """Whether Python code runs that makes progress. A Python loop that waits for other ranks does not count."""
         return self.runs_python and not _WAITS.search(self.frames[0][0])
 
     @property
     def works_beside(self) -> bool:
-        """Does another thread do something, which other ranks may wait for? Not if it waits for work or for others."""
+        """Whether another thread is busy, so that other ranks may wait for it."""
         return not all(_IDLE_THREAD.search(path) or _WAITS.search(path) for path, *_ in self.others)
 
     @property
     def loads(self) -> bool:
-        """Does it wait for the worker processes of a DataLoader?
+        """Whether the process waits for DataLoader workers.
 
-        Also for a batch that has come, whose memory the worker that made it must still hand over.
+        It may also wait for the shared memory of a batch that has arrived, which the worker must still pass.
         """
         own = (path for path, *_ in self.frames if not STANDARD_LIBRARY.search(path))
         path = next((path for path in own if not _HANDS_OVER.search(path)), "")
@@ -97,9 +97,10 @@ class StackSample:
 
 
 def sample_stacks(error_files: Mapping[int, str], pids: Mapping[int, int]) -> dict[int, StackSample]:
-    """The stack of each worker that answers, by rank. On Linux only, and once the worker has begun with its script.
+    """Sample the stack of each worker. Return rank -> sample, for each worker that answers.
 
-    A process that is stopped is not asked: it would answer when nobody listens any more.
+    Workers answer on Linux, once they have started the script. Stopped processes are not asked, because they would
+    answer too late.
     """
     asked = {pid: error_files[rank] for rank, pid in pids.items() if not process_state.read_state(pid).stopped}
     found = stack_thread.ask(asked, _ANSWER_SECONDS)
@@ -113,9 +114,9 @@ def sample_stacks(error_files: Mapping[int, str], pids: Mapping[int, int]) -> di
 def sample_loader_workers(
     error_file: str, pid: int
 ) -> list[tuple[int, process_state.ProcessState, StackSample | None]]:
-    """The worker processes of a DataLoader that have something to do, or cannot go on: (pid, state, stack).
+    """Return the DataLoader workers that are busy or stuck: (pid, state, stack).
 
-    Those that were not forked (spawn, forkserver) cannot be asked; of them only the state is known.
+    Workers that were not forked (spawn, forkserver) cannot be sampled, so only their state is known.
     """
     states = {child: process_state.read_state(child) for child in _children(pid)[:MOST_WORKERS]}
     running = {child: error_file for child, state in states.items() if not state.stopped}
@@ -123,10 +124,10 @@ def sample_loader_workers(
     found = []
     for child, state in states.items():
         frames = _since_fork(said[child].frames) if child in said else ()
-        stand = StackSample(frames, 0.0) if frames else None
-        # Of a child that says nothing only what keeps it from going on is worth a line: it may be no loader's.
-        if process_state.describe(child, state) or (stand is not None and _loads_an_example(stand.frames)):
-            found.append((child, state, stand))
+        sample = StackSample(frames, 0.0) if frames else None
+        # A child without an answer may not belong to a loader, so it is reported only if something blocks it.
+        if process_state.describe(child, state) or (sample is not None and _loads_an_example(sample.frames)):
+            found.append((child, state, sample))
     return found
 
 
@@ -135,19 +136,19 @@ def _frames(found: Sequence[Sequence[str]]) -> Frames:
 
 
 def _since_fork(frames: Frames) -> Frames:
-    """Without those of its parent, which a forked worker still has below its loop."""
+    """Remove the parent's frames, which a forked DataLoader worker still has below its loop."""
     loop = next((index for index, (path, *_) in enumerate(frames) if _WORKER_LOOP.search(path)), len(frames))
     return frames[: loop + 1]
 
 
 def _loads_an_example(frames: Frames) -> bool:
-    """Is it a DataLoader's worker with something to do? An idle one waits in the standard library, in its loop."""
+    """Return whether a DataLoader worker is busy. An idle worker's loop waits in the standard library."""
     own = [path for path, *_ in frames if not STANDARD_LIBRARY.search(path)]
     return any(map(_WORKER_LOOP.search, own)) and not _WORKER_LOOP.search(own[0])
 
 
 def place_in_traceback(text: str) -> str:
-    """The user's line and call of the traceback of an exception; "" where the script has no line in it."""
+    """Return the user's line and call in a traceback; "" if the traceback has no line of the script."""
     frames = _frames(list(reversed(_TRACEBACK_FRAME.findall(text))))
     if not any(not LIBRARY.search(path) for path, *_ in frames):
         return ""
@@ -155,10 +156,10 @@ def place_in_traceback(text: str) -> str:
 
 
 def place_of_crash(error_file: str) -> StackSample | None:
-    """Where the process was when a signal of its own native code ended it (SIGSEGV, SIGABRT and the like).
+    """Return where the main thread was when native code crashed (SIGSEGV, SIGABRT and similar), or None.
 
-    faulthandler writes the threads one after the other, the main thread last. The thread that crashed may be one of
-    native code, as gloo's, which has no frames of Python.
+    faulthandler writes one thread after another, the main thread last. The thread that crashed may be a native thread,
+    such as gloo's, which has no Python frames.
     """
     with contextlib.suppress(OSError), open(crash_file(error_file), errors="replace") as file:
         last = file.read().rpartition("Fatal Python error")[2]
@@ -171,26 +172,26 @@ def place_of_crash(error_file: str) -> StackSample | None:
 
 
 def is_waiting(before: StackSample, now: StackSample, seconds: float) -> bool:
-    """Does a process wait for another one, if its frames have been the same for `seconds`?"""
+    """Return whether a process waits for another process. Its frames have not changed for `seconds`."""
     path = now.frames[0][0]
     if _WAITS.search(path):
         return True
     return bool(_MAY_WAIT.search(path)) and now.cpu_seconds - before.cpu_seconds < _IDLE * seconds
 
 
-def in_collective(stand: StackSample) -> bool:
-    """Was it inside a call of torch.distributed, or of Paceline's that makes one? To make a process group is none."""
-    operations = [function for path, _, function in stand.frames if _OPERATIONS.search(path)]
+def in_collective(sample: StackSample) -> bool:
+    """Return whether the process was in a collective of torch.distributed or Paceline, except for creating a group."""
+    operations = [function for path, _, function in sample.frames if _OPERATIONS.search(path)]
     return bool(operations) and _MAKE_GROUPS.isdisjoint(operations)
 
 
-def may_wait(stand: StackSample) -> bool:
-    """Was it in native code of a backward or of DistributedDataParallel, which waits, or else uses a core?"""
-    return bool(_MAY_WAIT.search(stand.frames[0][0]))
+def may_wait(sample: StackSample) -> bool:
+    """Return whether the process was in native code of a backward or DistributedDataParallel, which may wait."""
+    return bool(_MAY_WAIT.search(sample.frames[0][0]))
 
 
 def _children(pid: int) -> list[int]:
-    import psutil  # only here, where a run is in trouble already
+    import psutil  # imported late: only a run in trouble needs it
 
     try:
         return [child.pid for child in psutil.Process(pid).children()]

@@ -1,24 +1,25 @@
-"""Nothing hangs in silence: say which rank waits where, in which call, which rank has not come there, and why.
+"""Detect stalls, and report them: which rank waits, where, in which call, which rank it waits for, and why.
 
-A rank that makes a collective call alone (`if run.main: run.save(...)`), or a step more than the others, waits for the
-process group's timeout, 30 minutes; so do the others of a rank that is stopped, or loops, or waits for a disk. The
-one may be busy with something long. So no rank is ended, unless the user asked for it (--stall-action), or it is proved
-that they wait in vain (`in_vain`).
+A rank that makes a collective call alone (`if run.main: run.save(...)`), or takes one step more than the others, waits
+until the process group's timeout of 30 minutes. So do ranks that wait for a stopped, looping or disk-bound rank. But a
+rank may also simply be busy for a long time. So the launcher ends no rank unless the user asked for it
+(--stall-action), or the ranks provably wait forever (`in_vain`).
 
-1. Every few seconds read the state of all ranks of this machine in /proc, and sample their stacks (stacks.py).
-2. Either a rank waits: its stack has not changed for the limit (--stall-timeout) and is in communication. Or a rank has
-   been stopped for so long. Or no rank at all has moved. A rank that takes another batch moves, wherever it is found:
-   it counts its batches in a file (step/heartbeat.py). So does one that runs code in Python which is no wait.
-3. Then say where all of them are, and in which collective call, by torch's flight recorder: of what is queued on a GPU
-   the stack does not tell. Say it again after twice that time, four times, and so on while it lasts.
+1. Every few seconds, read the state of all ranks of this machine in /proc, and sample their stacks (stacks.py).
+2. A stall is a state that lasts for the limit (--stall-timeout): a rank waits (its stack is in communication and does
+   not change), a rank is stopped, or no rank moves. A rank moves if it starts another batch, which it counts in a file
+   (step/heartbeat.py), or if it runs Python code that does not wait.
+3. Report where all ranks are, and their collective calls from torch's flight recorder, because the stack does not show
+   work that is queued on a GPU. While the stall lasts, repeat the report after twice the time, four times the time, and
+   so on.
 
-A rank that has ended, with exit code 0, while others go on may be right: rank 0 exports the model, and the others have
-nothing left to do. It is said after LEFT_SECONDS. A rank that has then not moved for STUCK_SECONDS, and is in
-communication, waits in vain: the run is ended.
+A rank may rightly end with exit code 0 while others continue: for example, rank 0 exports the model after the other
+ranks have finished. The launcher reports this after LEFT_SECONDS. If another rank then waits in communication for
+STUCK_SECONDS, it waits forever, and the launcher ends the run.
 
-Without a limit of the user's it is STALL_SECONDS, or USUAL_TIMES the time that the run usually takes for a batch. On
-CPUs it is DEADLOCK_SECONDS where all ranks of the run wait in collectives or in a backward, which cannot match then,
-and none uses a core or has a thread that does something. That a rank is stopped is said after STOPPED_SECONDS.
+The default limit is STALL_SECONDS, or USUAL_TIMES the run's usual batch time if that is longer. On CPUs, it is
+DEADLOCK_SECONDS if all ranks of the run wait in collectives or in a backward, so that their calls cannot match, and
+none uses a core or has a busy thread. A stopped rank is reported after STOPPED_SECONDS.
 """
 
 from __future__ import annotations
@@ -42,59 +43,60 @@ from paceline.launcher.stacks import (
     sample_stacks,
 )
 from paceline.torch_private.flight_recorder import Call, GroupCalls
-from paceline.world import BEAT, LEFT, read_beat, told
+from paceline.world import BEAT, LEFT, read_beat, read_message
 
 STALL_SECONDS = 60.0
 USUAL_TIMES = 20
 DEADLOCK_SECONDS = 10.0
 STOPPED_SECONDS = 5.0
-POLL_SECONDS = 4.0  # between two looks, at most
-_SOON_SECONDS = 1.0  # the same, when the limit is near
-LEFT_SECONDS = 10.0  # after the first rank has ended
+POLL_SECONDS = 4.0  # between two samples, at most
+_SOON_SECONDS = 1.0  # between two samples, when the limit is near
+LEFT_SECONDS = 10.0  # between the end of the first rank and the report
 STUCK_SECONDS = 30.0
-_LEFT_POLL_SECONDS = 2.0  # between two looks from then on
-_OTHERS_FIRST_SECONDS = 4.0  # where no rank of this machine is to blame: for the machine whose rank is, to end the run
-_CALLS_SECONDS = 2.0  # for the ranks to tell their collective calls, which takes them some 0.1 s
-_SUSPENDED_SECONDS = 30.0  # without a look: the launcher itself was stopped, and has seen nothing
-_BUSY = 0.5  # of a core: a process that uses more computes
-_IDLE = 0.1  # a process that uses less waits, and moves no data meanwhile
+_LEFT_POLL_SECONDS = 2.0  # between two samples after a rank has ended
+_OTHERS_FIRST_SECONDS = 4.0  # if all ranks here wait: time for the machine with the late rank to end the run itself
+_CALLS_SECONDS = 2.0  # for the ranks to report their collective calls, which takes them about 0.1 s
+_SUSPENDED_SECONDS = 30.0  # without a sample: the launcher itself was stopped, so older samples are worthless
+_BUSY = 0.5  # cores; a process that uses more is computing
+_IDLE = 0.1  # cores; a process that uses less is waiting, and moves no data
 
 ACTIONS = ("say", "end", "restart")
 STALLED = 124
-"""The launcher's exit code where a stall ended the run: that of timeout(1)."""
+"""The launcher's exit code if a stall ended the run; timeout(1) uses the same code."""
 
 
 class Verdict(NamedTuple):
-    """Why the run is to be ended."""
+    """Why the run must end."""
 
-    story: str
+    report: str
     exit_code: int
-    final: bool = False  # is there to be no restart?
+    final: bool = False  # whether a restart is ruled out
 
 
 def check_options(seconds: float | None, action: str, max_restarts: int) -> None:
-    """Raises LaunchError for a --stall-timeout or --stall-action that cannot work."""
+    """Raise LaunchError for an invalid --stall-timeout or --stall-action."""
     if seconds is not None and seconds <= 0:
         raise LaunchError(
-            f"--stall-timeout {seconds:g}: give seconds, above 0, as 300. Left out, it follows the time of a batch."
+            f"--stall-timeout {seconds:g}: give seconds above 0, such as 300. The default depends on the batch time."
         )
     if action not in ACTIONS:
-        raise LaunchError(f"--stall-action {action}: there is no such action. Give one of {', '.join(ACTIONS)}.")
+        raise LaunchError(f"--stall-action {action}: unknown action. Give one of {', '.join(ACTIONS)}.")
     if action == "restart" and max_restarts < 1:
-        raise LaunchError("--stall-action restart: no restart is allowed. Give --max-restarts N too, or `end`.")
+        raise LaunchError("--stall-action restart: no restart is allowed. Give --max-restarts N too, or use `end`.")
 
 
 @dataclass
 class _Sight:
-    """Successive looks at a rank that has not moved.
+    """Successive samples of a rank that has not moved.
 
     Attributes:
-        first, last: its stack then and now; None where it did not answer.
-        since: when the first was.
-        state: what the kernel says of it now; before: at the look before.
-        beats: how many batches it had taken.
-        cores: the processor time that it used since the look before, for each second.
-        missed: did it not answer this time, and `last` is what it answered the time before?
+        first, last: the first and the latest stack. None if the rank did not answer.
+        since: time of the first sample.
+        state: the kernel's state of the process now.
+        before: the kernel's state at the previous sample.
+        beats: number of started batches.
+        cores: processor time per second since the previous sample.
+        missed: whether the rank did not answer this time, so that `last` is its previous answer.
     """
 
     first: StackSample | None
@@ -107,13 +109,13 @@ class _Sight:
     missed: bool = False
 
     def waiting(self, now: float) -> bool:
-        """Does the rank wait for others?"""
+        """Return whether the rank waits for others."""
         if self.first is None or self.last is None or self.state.stopped:
             return False
         return is_waiting(self.first, self.last, now - self.since)
 
     def waits_idly(self, now: float) -> bool:
-        """Does it wait in a collective or a backward, without a part of its own in what is sent meanwhile?"""
+        """Return whether the rank waits in a collective or a backward, without sending or computing meanwhile."""
         if not self.waiting(now) or self.last is None or self.last.works_beside:
             return False
         if not (in_collective(self.last) or may_wait(self.last)):
@@ -121,7 +123,7 @@ class _Sight:
         return self.cores < _IDLE and self.state.code != process_state.IN_KERNEL
 
     def as_before(self, other: _Sight) -> bool:
-        """Has nothing moved between the two looks?"""
+        """Return whether the rank has not moved between the two samples."""
         if self.last is not None and self.last.moves:
             return False
         frames = [None if sight.last is None else sight.last.frames for sight in (self, other)]
@@ -129,7 +131,7 @@ class _Sight:
 
 
 class _Pace:
-    """How long a batch usually takes, by the count of one rank's batches."""
+    """The usual time of a batch, from one rank's count of batches."""
 
     def __init__(self) -> None:
         self._first: tuple[int, float] | None = None
@@ -142,7 +144,7 @@ class _Pace:
 
     @property
     def seconds(self) -> float:
-        """0 where it is not known yet."""
+        """Seconds per batch; 0 if not known yet."""
         if self._first is None or self._last is None or self._last[0] <= self._first[0]:
             return 0.0
         return (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
@@ -152,12 +154,12 @@ class Stalls:
     """Watches the ranks of one machine while they run.
 
     Args:
-        error_files: of each rank of this machine.
-        alone: is there no other rank to wait for?
-        several: do ranks of other machines take part?
-        on_cpus: is it certain that the run uses no GPU?
-        seconds: the limit; None: by the usual time of a batch.
-        action: what is done after it is said: one of ACTIONS.
+        error_files: rank -> error file, for each rank of this machine.
+        alone: whether the run has only one rank.
+        several: whether the run has ranks on other machines.
+        on_cpus: whether the run certainly uses no GPU.
+        seconds: the limit. None: based on the usual time of a batch.
+        action: the action after the report, from ACTIONS.
     """
 
     def __init__(
@@ -172,32 +174,33 @@ class Stalls:
     ) -> None:
         self._error_files, self._several, self._on_cpus = error_files, several, on_cpus
         self._seconds, self.action = seconds, action
-        self._stacks = not alone or seconds is not None  # a rank alone is asked nothing, unless the user set a limit
+        self._stacks = not alone or seconds is not None  # a single rank is not sampled unless the user set a limit
         self._polled = time.monotonic()
-        self._looked_for = 0.0  # seconds between the last two looks
+        self._looked_for = 0.0  # seconds between the last two samples
         self._seen: dict[int, _Sight] = {}
         self._paces: dict[int, _Pace] = {rank: _Pace() for rank in error_files}
-        self._said = 0.0  # after how long without progress the last message was; 0: there was progress since
+        self._said = 0.0  # seconds without progress at the last report; 0: no stall is reported
         early = float("inf") if seconds is None else seconds / 2
         self._left_seconds, self._stuck_seconds = min(LEFT_SECONDS, early), min(STUCK_SECONDS, early)
-        self._left_at: float | None = None  # when the first rank was seen to have ended
+        self._left_at: float | None = None  # when the launcher noticed that the first rank had ended
         self._left_said = False
 
     @property
     def limit(self) -> float:
-        """After how many seconds without progress it is said."""
+        """Seconds without progress before a stall is reported."""
         if self._seconds is not None:
             return self._seconds
         return max(STALL_SECONDS, USUAL_TIMES * max((pace.seconds for pace in self._paces.values()), default=0.0))
 
     def poll(self, pids: Mapping[int, int], left: Sequence[int] = ()) -> Verdict | None:
-        """Print a message if one is due.
+        """Sample the ranks, and print a report if one is due.
 
         Args:
-            pids: the process of each rank of this machine that still runs.
-            left: the ranks, of any machine, that have ended without an error.
+            pids: rank -> process id, for the ranks of this machine that still run.
+            left: the ranks of any machine that have ended without an error.
 
-        Returns why the run is to be ended, if it is.
+        Returns:
+            Why the run must end, or None.
         """
         now = time.monotonic()
         if not self._error_files or not pids or now - self._polled < self._interval(now):
@@ -209,7 +212,7 @@ class Stalls:
         return self._wait_for_the_left(left, now) or self._stalled(pids, left, now)
 
     def _wait_for_the_left(self, left: Sequence[int], now: float) -> Verdict | None:
-        """Say that ranks have ended, once. Do others wait for them?"""
+        """Report once that ranks have ended. Return a verdict if other ranks wait for them."""
         if not left:
             return None
         self._left_at = self._left_at or now
@@ -217,21 +220,21 @@ class Stalls:
             return None
         if not self._left_said:
             self._left_said = True
-            running = f"{name_ranks(self._seen)} still run{'s' if len(self._seen) == 1 else ''}"
+            running = f"{name_ranks(self._seen)} {'is' if len(self._seen) == 1 else 'are'} still running"
             say(f"paceline: {self._exits(left, f'{self._left_seconds:.0f} s ago')}; {running}.\n")
         for rank, sight in self._seen.items():
             known_since = max(sight.since, self._left_at + self._left_seconds)
             if now - known_since >= self._stuck_seconds and sight.waiting(now):
-                story = (
+                text = (
                     f"{self._exits(left)}, and rank {rank} has waited since then at {sight.last}. "
                     "Do all ranks take the same number of steps, and make the same calls?"
                 )
-                return Verdict(story, 1)
+                return Verdict(text, 1)
         return None
 
     def _exits(self, left: Sequence[int], how: str = "early") -> str:
-        """Which ranks ended, without an error, and where in the script; "" where none has."""
-        places = {rank: told(path, LEFT) or "" for rank, path in self._error_files.items()}
+        """Describe which ranks ended without an error, and where in the script; "" if none did."""
+        places = {rank: read_message(path, LEFT) or "" for rank, path in self._error_files.items()}
         return exits_in_words(left, places, how) if left else ""
 
     def _stalled(self, pids: Mapping[int, int], left: Sequence[int], now: float) -> Verdict | None:
@@ -244,44 +247,44 @@ class Stalls:
         patience = self.limit * (1 if self._seconds is not None else 2)
         none_moves = self._stacks and known and min(still.values(), default=0.0) >= patience
         if not waiting and not stopped and not none_moves:
-            self._tell_stopped(pids, still, now, left)
+            self._report_stopped(pids, still, now, left)
             return None
         longest = max(still[rank] for rank in waiting or stopped or still)
         if self.action != "say":
             elsewhere = self._several and len(waiting) == len(pids)
             if longest < limit + (_OTHERS_FIRST_SECONDS if elsewhere else 0.0):
                 return None
-            story = self._story(pids, waiting, longest, now, left, self._calls(pids))
-            return Verdict(story, STALLED, final=self.action == "end")
+            text = self._report(pids, waiting, longest, now, left, self._calls(pids))
+            return Verdict(text, STALLED, final=self.action == "end")
         if self._said == 0.0 or longest >= 2 * self._said:
             self._said = longest
             calls = self._calls(pids)
-            story = self._story(pids, waiting, longest, now, left, calls)
+            text = self._report(pids, waiting, longest, now, left, calls)
             if waiting and in_vain(calls, self._seen if self._all_idle(now) else ()):
-                return Verdict(f"{story}\n  By these numbers they wait in vain: the run is ended.", STALLED)
-            say(f"paceline: {story}\n")
+                return Verdict(f"{text}\n  These call numbers can never match, so the run ends.", STALLED)
+            say(f"paceline: {text}\n")
         return None
 
-    def _tell_stopped(
+    def _report_stopped(
         self, pids: Mapping[int, int], still: Mapping[int, float], now: float, left: Sequence[int]
     ) -> None:
-        """Of ranks that a signal has stopped it is certain that they do not move: it is said long before the limit."""
+        """Report stopped ranks long before the limit, because they certainly do not move."""
         stopped = [seconds for rank, seconds in still.items() if self._seen[rank].state.stopped]
         longest = max(stopped, default=0.0)
         if longest < STOPPED_SECONDS:
             self._said = 0.0
         elif self._said == 0.0 or longest >= 2 * self._said:
             self._said = longest
-            say(f"paceline: {self._story(pids, [], longest, now, left, {})}\n")
+            say(f"paceline: {self._report(pids, [], longest, now, left, {})}\n")
 
     def _deadlocked(self, now: float) -> bool:
-        """Do all ranks of the run wait for each other? Not where the user has set the limit."""
+        """Return whether all ranks of the run wait for each other. Always False if the user set the limit."""
         return self._seconds is None and self._all_idle(now)
 
     def _all_idle(self, now: float) -> bool:
-        """Do all ranks of the run wait, and none does anything meanwhile?
+        """Return whether all ranks of the run are known to wait idly.
 
-        Where there are GPUs nobody knows: all may wait, without a core, for what was queued there.
+        With GPUs this is unknown: all ranks may wait, without using a core, for work that is queued on the GPUs.
         """
         if not self._on_cpus or self._several:
             return False
@@ -290,7 +293,7 @@ class Stalls:
         return len(self._seen) > 1 and all(sight.waits_idly(now) for sight in self._seen.values())
 
     def _interval(self, now: float) -> float:
-        """Seconds between two looks: few where the limit is near, so that it is said soon after."""
+        """Return the seconds until the next sample: fewer when the limit is near, so that the report is prompt."""
         if self._left_at is not None:
             return min(POLL_SECONDS, _LEFT_POLL_SECONDS, self._stuck_seconds / 4)
         near = any(
@@ -300,33 +303,33 @@ class Stalls:
 
     def _look(self, pids: Mapping[int, int], now: float) -> dict[int, _Sight]:
         states = {rank: read_state(pid) for rank, pid in pids.items()}
-        stands = sample_stacks(self._error_files, pids) if self._stacks else {}
+        samples = sample_stacks(self._error_files, pids) if self._stacks else {}
         seen = {}
         for rank in pids:
             beats = read_beat(self._error_files[rank] + BEAT)
             self._paces[rank].add(beats, now)
-            stand, state, before = stands.get(rank), states[rank], self._seen.get(rank)
-            if before is not None and self._only_late(before, stand, state, beats):  # a busy machine
+            sample, state, before = samples.get(rank), states[rank], self._seen.get(rank)
+            if before is not None and self._only_late(before, sample, state, beats):  # a busy machine
                 seen[rank] = replace(before, state=state, before=before.state, missed=True)
                 continue
-            sight = _Sight(stand, now, stand, state, before.state if before else state, beats)
+            sight = _Sight(sample, now, sample, state, before.state if before else state, beats)
             if before is not None:
-                if stand is not None and before.last is not None and self._looked_for > 0:
-                    sight.cores = (stand.cpu_seconds - before.last.cpu_seconds) / self._looked_for
+                if sample is not None and before.last is not None and self._looked_for > 0:
+                    sight.cores = (sample.cpu_seconds - before.last.cpu_seconds) / self._looked_for
                 if sight.as_before(before):
                     sight.first, sight.since = before.first, before.since
             seen[rank] = sight
         return seen
 
     @staticmethod
-    def _only_late(before: _Sight, stand: StackSample | None, state: ProcessState, beats: int) -> bool:
-        """Is its answer missing for the first time, and nothing else known of the rank? Then it counts as the same."""
-        answers = stand is not None or before.last is None or before.missed
+    def _only_late(before: _Sight, sample: StackSample | None, state: ProcessState, beats: int) -> bool:
+        """Return whether a rank missed its first answer, with no other change. It then counts as unchanged."""
+        answers = sample is not None or before.last is None or before.missed
         return not answers and not state.stopped and not before.state.stopped and before.beats == beats
 
-    # ------------------------------------------------------------ saying it
+    # ------------------------------------------------------------ the report
 
-    def _story(
+    def _report(
         self,
         pids: Mapping[int, int],
         waiting: list[int],
@@ -335,7 +338,7 @@ class Stalls:
         left: Sequence[int],
         calls: Mapping[int, list[GroupCalls]],
     ) -> str:
-        """Who waits, who has not come, and what keeps each. No newline at the end."""
+        """Return the report: which ranks wait, which have not arrived, and why. It ends without a newline."""
         away = [rank for rank in self._seen if rank not in waiting]
         stopped = [rank for rank in away if self._seen[rank].state.stopped]
         if waiting:
@@ -343,7 +346,7 @@ class Stalls:
         elif stopped:
             head = f"{name_ranks(stopped)} {_has(stopped)} been stopped for {seconds:.0f} s."
         else:
-            head = f"no rank of this machine has moved for {seconds:.0f} s."
+            head = f"no rank on this machine has made progress for {seconds:.0f} s."
         lines, explained = [head], bool(stopped)
         for rank, sight in sorted(self._seen.items()):
             lines.append(f"  rank {rank} {self._where(pids[rank], sight, now)}")
@@ -353,19 +356,19 @@ class Stalls:
                 lines += loaders
         lines += [f"  {self._exits(left)}."] if left else []
         if self._deadlocked(now):
-            lines.append("  All ranks wait, each for others.")
+            lines.append("  All ranks wait for each other.")
         if away and waiting:
-            lines.append(f"  {name_ranks(away)} {_has(away)} not come to it.")
+            lines.append(f"  {name_ranks(away)} {_has(away)} not reached that call.")
         lines += [f"  {line}" for line in calls_in_words(calls)]
         if waiting and not explained and len({str(sight.last) for sight in self._seen.values()}) > 1:
             lines.append(
-                "  Every rank must make the same calls in the same order: is one of these made on some ranks only (if "
-                "run.main: run.save(...)), or has one rank more steps than another? If a rank is only slow, wait."
+                "  Every rank must make the same calls in the same order. Do only some ranks make one of these calls "
+                "(if run.main: run.save(...)), or does one rank take more steps? If a rank is only slow, wait."
             )
         return "\n".join(lines)
 
     def _where(self, pid: int, sight: _Sight, now: float) -> str:
-        """Such as "waits at train.py, line 14, in backward()", or what the kernel says of a rank that cannot tell."""
+        """Describe a rank, such as "waits at train.py, line 14, in backward()", or its state in the kernel."""
         at = "" if sight.last is None else f"at {sight.last}"
         if sight.waiting(now):
             return f"waits {at}"
@@ -373,39 +376,42 @@ class Stalls:
         if kept:
             return f"{kept}, {at}" if at else kept
         if not at:
-            return f"does not say where it is; `py-spy dump --pid {pid}` may"
+            return f"does not answer; `py-spy dump --pid {pid}` may show where it is"
         runs = process_state.RUNNING in (sight.state.code, sight.before.code)  # or waits for a core
-        return f"computes {at}" if runs or sight.cores > _BUSY else f"is {at}"
+        return f"is computing {at}" if runs or sight.cores > _BUSY else f"is {at}"
 
     def _calls(self, pids: Mapping[int, int]) -> dict[int, list[GroupCalls]]:
-        """The collective calls of each rank that answers. One that has not told its stack is not asked."""
+        """Ask the ranks for their collective calls. Return rank -> calls, for each rank that answers.
+
+        Ranks that did not report a stack are not asked.
+        """
         able = [rank for rank, sight in self._seen.items() if sight.last is not None and not sight.state.stopped]
         asked = {pids[rank]: self._error_files[rank] for rank in able}
         found = stack_thread.ask_calls(asked, _CALLS_SECONDS)
         return {rank: found[pid] for rank, pid in pids.items() if pid in found}
 
     def _loader_lines(self, rank: int, pid: int, sight: _Sight) -> list[str]:
-        """A line for each process of its DataLoader that keeps the rank waiting."""
+        """Return a line for each DataLoader worker that the rank waits for."""
         if sight.last is None or not sight.last.loads:
             return []
         lines = []
-        for child, state, stand in sample_loader_workers(self._error_files[rank], pid):
+        for child, state, sample in sample_loader_workers(self._error_files[rank], pid):
             kept = process_state.describe(child, state)
-            at = "" if stand is None else f"at {stand}"
+            at = "" if sample is None else f"at {sample}"
             what = f"{kept}, {at}" if kept and at else kept or f"is {at}"
             lines.append(f"    its DataLoader worker, process {child}, {what}")
         return lines
 
 
 def in_vain(calls: Mapping[int, list[GroupCalls]], idle: Collection[int]) -> bool:
-    """Is it proved by the numbers of their calls that ranks wait for ever?
+    """Return whether the ranks' collective calls prove that ranks wait forever.
 
-    It is where two ranks have made different calls of one number in one group. And where all ranks of the run wait, if
-    one is in a call that another has not made: it would have to come, and waits itself.
+    There are two cases. Either ranks have made different calls with the same number in one group. Or all ranks of the
+    run wait, and one of them is in a call that another rank has not made, and cannot make because it waits too.
 
     Args:
-        calls: of each rank that has answered.
-        idle: the ranks of the run, where all of them wait; empty where one may still do something.
+        calls: rank -> its calls, for each rank that has answered.
+        idle: all ranks of the run if all of them wait idly, else empty.
     """
     for rank, groups in calls.items():
         for one in groups:
@@ -428,7 +434,7 @@ def _of_group(groups: Iterable[GroupCalls], one: GroupCalls) -> GroupCalls | Non
 
 
 def _newest(one: GroupCalls | None) -> int:
-    """The number of the newest collective call that was made, queued ones too; 0 where there is none."""
+    """Return the number of the newest collective call, including queued calls, or 0."""
     if one is None:
         return 0
     queued = one.under_way.number + one.queued - 1 if one.under_way is not None else 0
@@ -436,9 +442,10 @@ def _newest(one: GroupCalls | None) -> int:
 
 
 def calls_in_words(calls: Mapping[int, list[GroupCalls]]) -> list[str]:
-    """A sentence for each group in which a call is under way: who is in which call, and who has not come to it.
+    """Return a sentence for each group with a call in progress: the ranks in each call, and the ranks in none.
 
-    calls: of each rank that has answered.
+    Args:
+        calls: rank -> its calls, for each rank that has answered.
     """
     lines = []
     titles = {one.group: one.title for groups in calls.values() for one in groups if one.under_way is not None}
@@ -446,23 +453,23 @@ def calls_in_words(calls: Mapping[int, list[GroupCalls]]) -> list[str]:
         members = {rank: one for rank, groups in calls.items() for one in groups if one.group == group}
         said: dict[str, list[int]] = {}
         for rank, one in sorted(members.items()):
-            said.setdefault(_stands(one), []).append(rank)
+            said.setdefault(_position(one), []).append(rank)
         parts = [f"{name_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {where}" for where, ranks in said.items()]
         lines.append(f"In group {title}: {'; '.join(parts)}.")
         lines += _mismatch(members)
     return lines
 
 
-def _stands(one: GroupCalls) -> str:
-    """Such as "in call 7, all_reduce of float32 [1024]"."""
+def _position(one: GroupCalls) -> str:
+    """Describe a rank's position in a group, such as "in call 7, all_reduce of float32 [1024]"."""
     if one.under_way is not None:
-        behind = f", with {one.queued - 1} more behind it" if one.queued > 1 else ""
+        behind = f", with {one.queued - 1} more queued" if one.queued > 1 else ""
         return f"in {one.under_way.numbered}{behind}"
     return f"in none, after {one.ended[-1].numbered}" if one.ended else "in none"
 
 
 def _mismatch(members: Mapping[int, GroupCalls]) -> list[str]:
-    """What some rank waits in and another has called by the same number cannot be the same call: a sentence, if so."""
+    """Return a sentence if ranks made different calls with the same number, and one of them waits in its call."""
     made = [(rank, call) for rank, one in sorted(members.items()) for call in one.made]
     for waited in (one.under_way for one in members.values() if one.under_way is not None):
         same = [(rank, call) for rank, call in made if _same_number(call, waited)]
@@ -470,8 +477,8 @@ def _mismatch(members: Mapping[int, GroupCalls]) -> list[str]:
             ranks: dict[str, list[int]] = {}
             for rank, call in same:
                 ranks.setdefault(str(call), []).append(rank)
-            told = ", ".join(f"{call} on {name_ranks(who)}" for call, who in ranks.items())
-            return [f"  Call {waited.number} is not the same on all ranks: {told}."]
+            listed = ", ".join(f"{call} on {name_ranks(who)}" for call, who in ranks.items())
+            return [f"  Call {waited.number} is not the same on all ranks: {listed}."]
     return []
 
 

@@ -1,9 +1,9 @@
-"""A signal asks the run to save a checkpoint and end: the launchers' part. The ranks' part is state/preemption.py.
+"""Signals that ask the run to save a checkpoint and end: the launchers' part. The ranks' part is state/preemption.py.
 
-1. The launcher that the signal reached writes LOOK into the file that the ranks of its machine have mapped, and counts
-   itself in the store of the rendezvous. Every other launcher sees the count, and does the same.
-2. When all are counted, that of node 0 writes DECIDE.
-3. The ranks save, each says so in a file beside its error file, and end with exit code 0.
+1. The launcher that receives the signal writes LOOK into the file that the ranks of its machine have mapped, and
+   increments a counter in the store of the rendezvous. Every other launcher sees the counter, and does the same.
+2. When the counter equals the number of launchers, the launcher of node 0 writes DECIDE.
+3. Each rank saves, records this in a file beside its error file, and ends with exit code 0.
 """
 
 from __future__ import annotations
@@ -19,52 +19,53 @@ POLL_SECONDS = 0.5
 
 
 class StopRequest:
-    """Passes the request on, of one start of the workers.
+    """Passes the request to the workers of one start.
 
-    A disk that is full ends no run. Where the file cannot be made, this start of the workers cannot be asked to save.
-    Where a phase cannot be written, it is tried again.
+    A full disk does not end a run. If the file cannot be created, the launcher cannot ask these workers to save. If a
+    phase cannot be written, the write is retried.
 
     Args:
-        path: of the file, which is made here.
+        path: the file that the ranks map. It is created here.
         peers: the launchers of the other machines.
-        node, nodes: this machine's number, and how many there are.
+        node: this machine's number.
+        nodes: the number of machines.
     """
 
     def __init__(self, path: str, peers: Peers, node: int, nodes: int) -> None:
         self.path, self._peers, self._node, self._nodes = path, peers, node, nodes
         self._phase, self._polled = 0, 0.0
-        self._told = False  # do the other launchers know that a signal has come?
+        self._counted = False  # whether the other launchers know about the signal
         self._problem = write_stop_file(path, 0)
         if self._problem:
             say(
-                f"paceline: {path} cannot be written ({self._problem}), so that a signal cannot ask this run to save a "
-                "checkpoint. Make room, or set TMPDIR to another directory.\n"
+                f"paceline: cannot write {path} ({self._problem}), so a signal cannot ask this run to save a "
+                "checkpoint. Free space, or set TMPDIR to another directory.\n"
             )
 
     @property
     def works(self) -> bool:
-        """Can the ranks be asked?"""
+        """Whether the launcher can ask the ranks to save."""
         return not self._problem
 
     def end(self) -> None:
-        """The ranks are to end now: the next SIGTERM is no request to save."""
+        """Announce to the ranks that the next SIGTERM ends them, without asking them to save."""
         if self.works:
             self._write(END)
 
     def poll(self, asked: bool, machines_come: bool = False) -> None:
-        """Do what is due.
+        """Advance the request if due.
 
         Args:
-            asked: did a signal come to this launcher?
-            machines_come: are the ranks to save since machines have come, with which they start again?
+            asked: whether this launcher has received a signal.
+            machines_come: whether the ranks should save because machines have joined and all ranks will restart.
         """
         if not self.works:
             return
         now = time.monotonic()
-        if asked and not self._told:
-            self._told = True
+        if asked and not self._counted:
+            self._counted = True
             self._peers.count("asked", 1)
-        why = "asked to stop" if asked or not machines_come else "machines have come"
+        why = "asked to stop" if asked or not machines_come else "machines have joined"
         asked = asked or machines_come
         if self._phase in (DECIDE, END) or (not asked and (self._nodes == 1 or now - self._polled < POLL_SECONDS)):
             return

@@ -1,8 +1,8 @@
-"""A run's store on this machine, and who may come to it. A thread of the launcher serves it. No torch.
+"""A run's store on this machine, and its access control. A thread of the launcher serves it. Does not import torch.
 
-It listens on loopback for this user's processes: torch's own clients, in the launcher and in the ranks. A socket of TCP
-does not say whose process is at its other end, as a Unix socket does. But Linux lists every connection of the machine
-with its owner, and one within the machine stands there twice, once from each end.
+The store listens on loopback for this user's processes: torch's clients, in the launcher and in the ranks. Unlike a
+Unix socket, a TCP socket does not identify the process at its other end. But Linux lists all sockets of the machine
+with their owners, including both ends of a local connection.
 """
 
 from __future__ import annotations
@@ -24,57 +24,58 @@ from paceline.launcher.checks import HOST
 from paceline.launcher.key_values import BadRequest, Values, serve
 from paceline.launcher.output import say
 
-TELL_SECONDS = 30.0  # between two lines about strangers
+REPORT_SECONDS = 30.0  # between two messages about refused clients
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 _ESTABLISHED = 1
-_READINGS = 4  # of the tables: one that changes while it is read may lack a row
+_READINGS = 4  # attempts: a table that changes while it is read may lack a row
 
 Welcome = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class Refused(ConnectionError):
-    """The other side may not enter."""
+    """The client is not authorized."""
 
 
 class Refusals:
-    """Says that strangers were refused: a line in TELL_SECONDS, which counts them.
+    """Reports refused clients: at most one line every REPORT_SECONDS, with their number.
 
-    place: of the store, in words.
+    Args:
+        place: address of the store, for the message.
     """
 
     def __init__(self, place: str) -> None:
         self._place = place
         self._count, self._last, self._silent = 0, "", False
 
-    def add(self, stranger: str) -> None:
-        """stranger: from where, and why it was refused."""
+    def add(self, client: str) -> None:
+        """Count a refused client, given by its address and the reason."""
         self._count += 1
-        self._last = stranger
+        self._last = client
         if not self._silent:
             self._silent = True
-            self.tell()
-            asyncio.get_running_loop().call_later(TELL_SECONDS, self._speak_again)
+            self.report()
+            asyncio.get_running_loop().call_later(REPORT_SECONDS, self._speak_again)
 
     def _speak_again(self) -> None:
         self._silent = False
-        self.tell()
+        self.report()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         if self._count:
             count = "a connection" if self._count == 1 else f"{self._count} connections, the last"
             self._count = 0
-            say(f"paceline: refused {count} from {self._last}. (To the run's store, at {self._place}.)\n")
+            say(f"paceline: refused {count} from {self._last}. (The run's store is at {self._place}.)\n")
 
 
 class Service:
-    """A socket that listens, and the thread that serves it until `close`.
+    """A listening socket, and a thread that serves it until `close`.
 
     Args:
-        listener: closed with the rest.
-        serving: what the thread does, until it is cancelled.
+        listener: the socket, closed by `close`.
+        serving: the coroutine that the thread runs until it is cancelled.
 
     Attributes:
-        host, port: where it listens.
+        host, port: the socket's address.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Service:
                 await serving(listener, refusals)
             finally:
                 listener.close()
-                refusals.tell()
+                refusals.report()
 
         def run() -> None:
             with contextlib.suppress(asyncio.CancelledError):
@@ -109,7 +110,7 @@ class Service:
 
 
 def open_store(listener: socket.socket) -> Service:
-    """A store for this user's processes."""
+    """Open a store for this user's processes."""
     values = Values()
 
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -119,7 +120,7 @@ def open_store(listener: socket.socket) -> Service:
 
 
 def welcome_own_processes(listener: socket.socket, welcome: Welcome) -> Service:
-    """Welcome this user's processes that connect, and no other."""
+    """Serve connections from this user's processes, and refuse all others."""
 
     async def serving(listener: socket.socket, refusals: Refusals) -> None:
         async def enter(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,7 +130,7 @@ def welcome_own_processes(listener: socket.socket, welcome: Welcome) -> Service:
                 await welcome(reader, writer)
             except (Refused, BadRequest) as error:
                 refusals.add(f"{place_of(sock)}: {error}")
-            except (OSError, EOFError, asyncio.CancelledError):  # it has gone, or this launcher ends
+            except (OSError, EOFError, asyncio.CancelledError):  # the client is gone, or this launcher ends
                 pass
             finally:
                 writer.close()
@@ -144,36 +145,39 @@ def welcome_own_processes(listener: socket.socket, welcome: Welcome) -> Service:
 
 
 def written(address: tuple[str, int]) -> str:
-    """HOST:PORT, or [HOST]:PORT of IPv6."""
+    """Format an address as HOST:PORT, or [HOST]:PORT for IPv6."""
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def place_of(sock: socket.socket) -> str:
-    """The address of the other end."""
+    """Return the IP address of the connection's other end."""
     try:
         return str(sock.getpeername()[0]).removeprefix("::ffff:")
     except OSError:
-        return "one that has gone"
+        return "a closed connection"
 
 
-# ---------------------------------------------------------------- whose is a connection?
+# ---------------------------------------------------------------- the owner of a connection
 
 
 def check_owner(sock: socket.socket) -> None:
-    """Raises Refused where the other end is no process of this user. (Where the system does not tell: no check.)"""
+    """Raise Refused if the other end is not a process of this user. Skipped if the system does not report owners."""
     if not can_tell_owner():
-        _say_once_that_nobody_is_asked()
+        _warn_once_of_no_check()
         return
     found = _owner(sock)
     if found != os.geteuid():
-        who = "no process of this machine" if found is None else f"a process of user {found}"
-        raise Refused(f"it is {who}, and the store is of user {os.geteuid()}")
+        who = "not a process of this machine" if found is None else f"a process of user {found}"
+        raise Refused(f"it is {who}, but the store belongs to user {os.geteuid()}")
 
 
 @functools.cache
 def can_tell_owner() -> bool:
-    """Does this system tell? Tried once, with a connection of our own. (macOS does not, nor do some sandboxes.)"""
+    """Return whether this system reports the owner of a connection. (macOS and some sandboxes do not.)
+
+    The first call tests this with a connection to this process itself.
+    """
     if sys.platform != "linux":
         return False
     try:
@@ -186,33 +190,34 @@ def can_tell_owner() -> bool:
 
 
 @functools.cache
-def _say_once_that_nobody_is_asked() -> None:
-    """On Linux one may count on it; elsewhere docs/security.md says that there is no such check."""
+def _warn_once_of_no_check() -> None:
+    """Warn on Linux, where users expect the check. For other systems, docs/security.md says so."""
     if sys.platform == "linux":
         say(
-            "paceline: this system does not tell whose a connection is (/proc/net/tcp), so that other users of this "
-            "machine are not kept out of the run's store: docs/security.md.\n"
+            "paceline: this system does not list the owners of connections (/proc/net/tcp), so other users of this "
+            "machine can access the run's store. See docs/security.md.\n"
         )
 
 
 def _owner(connection: socket.socket) -> int | None:
-    """The user id of the other end; None where no process of this machine is there. Raises OSError where the
-    connection has ended."""
+    """Return the user id of the other end, or None if it is not on this machine. Raises OSError if it was closed."""
     ends = _listed(connection.getpeername()), _listed(connection.getsockname())
     found = None
     for _ in range(_READINGS):
         found = next(filter(None, (_owner_in(path, *ends) for path in _TABLES)), None)
         if found is not None:
             break
-    # Was it this connection, or one that took its numbers after it had ended? If it lives yet, this one.
+    # If this connection has been closed, the row may belong to a newer connection with the same ports.
     if connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != _ESTABLISHED:
         raise ConnectionResetError("the connection has ended")
     return None if found is None else int(found)
 
 
 def _owner_in(path: str, own: set[str], other: set[str]) -> str | None:
-    """The user id of the socket between these ends in one of the kernel's tables, which does not know the owner of a
-    connection that is closing."""
+    """Return the owner of the socket with these ends from one of the kernel's tables, or None.
+
+    Only open connections count, because the kernel lists no owner for a connection that is closing.
+    """
     with contextlib.suppress(FileNotFoundError), open(path) as file:  # without IPv6 there is no tcp6
         for line in file:
             _, here, there, state, _, _, _, uid, *_ = line.split()
@@ -222,8 +227,10 @@ def _owner_in(path: str, own: set[str], other: set[str]) -> str | None:
 
 
 def _listed(address: tuple[Any, ...]) -> set[str]:
-    """How the kernel writes an end of a connection: words of 4 bytes in the machine's order, and the port. An address
-    of IPv4 may be written as one of IPv6."""
+    """Format an address as in the kernel's tables: 4-byte words in the machine's byte order, and the port.
+
+    Two forms are returned for an IPv4 address, because the kernel may also list it as an IPv6 address.
+    """
     found = ipaddress.ip_address(str(address[0]).partition("%")[0])
     found = getattr(found, "ipv4_mapped", None) or found
     forms = [found.packed] if found.version == 6 else [found.packed, bytes(10) + b"\xff\xff" + found.packed]

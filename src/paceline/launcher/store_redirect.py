@@ -1,25 +1,25 @@
-"""In the ranks of several machines that share a secret: the way to the launcher's store. Imports no torch.
+"""Connect ranks to the launcher's store through a local port, on several machines with a secret. Does not import torch.
 
-MASTER_ADDR and MASTER_PORT are the first machine's address and a port, alike on all machines, as torchrun's: scripts
-use them for more than torch's store. The store is not there: who comes from another machine must know the secret. The
-launcher does, and a rank finds the store behind a port of its own machine's loopback. So where torch's rendezvous
-(`env://`, `tcp://`) would connect to MASTER_ADDR:MASTER_PORT, it is led to that port.
+As under torchrun, MASTER_ADDR and MASTER_PORT are the same on all machines: an address and a port of the first machine.
+Scripts use them for more than torch's store. But the store does not listen at this address, because remote clients must
+know the secret. Each launcher knows the secret, and forwards a loopback port of its machine to the store. So when
+torch's rendezvous (`env://`, `tcp://`) would connect to MASTER_ADDR:MASTER_PORT, it connects to the loopback port.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from paceline.world import store_place
+from paceline.world import store_address
 
-MODULE = "torch.distributed.rendezvous"  # which `redirect` changes, as soon as it is loaded
+MODULE = "torch.distributed.rendezvous"  # the module that `redirect` patches after its import
 
 
 def redirect(module: Any) -> None:
-    """Lead this module's TCPStore to the launcher's port, where it would connect to MASTER_ADDR:MASTER_PORT."""
+    """Redirect the module's TCPStore to the launcher's port if it would connect to MASTER_ADDR:MASTER_PORT."""
     original = module.TCPStore
 
     def tcp_store(host_name: str, port: int, *args: Any, **options: Any) -> Any:
-        return original(*store_place(host_name, port), *args, **options)
+        return original(*store_address(host_name, port), *args, **options)
 
     module.TCPStore = tcp_store

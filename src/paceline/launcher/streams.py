@@ -1,10 +1,10 @@
-"""The standard streams, which may be closed, full, or a pipe that nobody reads. None of that ends a run. No torch.
+"""Survive standard streams that are closed, full, or pipes without a reader. Does not import torch.
 
-1. A stream that was closed when the process began (`paceline run ... >&-`) becomes os.devnull: otherwise the next file
-   that is opened would get its number, and what the ranks print would land in it.
-2. A message of the launcher's that cannot be written is dropped. The launcher never waits long for a reader, since it
-   would not see meanwhile that a rank fails, or that a signal comes.
-3. What a rank prints into a file of the launcher's own is dropped where the disk is full.
+1. A stream that was closed when the process started (`paceline run ... >&-`) is opened on os.devnull. Otherwise the
+   next opened file would get the stream's number, and the ranks' output would be written to that file.
+2. A launcher message that cannot be written is dropped. The launcher never waits long for a reader, because while it
+   waits it cannot react to failed ranks and signals.
+3. If the disk is full, a rank's output to a file of the launcher is dropped.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import sys
 import time
 from typing import Any, TextIO
 
-_PIPE_BYTES = 4096  # a pipe that takes any bytes takes these (PIPE_BUF)
+_PIPE_BYTES = 4096  # a writable pipe accepts at least this number of bytes (PIPE_BUF)
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def reopen_closed() -> None:
-    """Open each of the three streams that is closed, on os.devnull."""
+    """Open stdin, stdout and stderr on os.devnull, if they are closed."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -48,33 +48,38 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def write(stream: TextIO | None, text: str, seconds: float | None = None) -> bool:
-    """Write to a stream now, and return whether all of it was written.
+    """Write to a stream and flush it. Return whether everything was written.
 
-    seconds: how long to wait for who reads it; None: without end.
+    Args:
+        seconds: the time limit for a slow reader; None: no limit.
     """
     if stream is None:
         return False
     try:
-        if seconds is None or not any(stream is own for own in (sys.__stdout__, sys.__stderr__)):  # a notebook's, too
+        if seconds is None or not any(stream is own for own in (sys.__stdout__, sys.__stderr__)):  # e.g. a notebook's
             stream.write(text)
             stream.flush()
             return True
         stream.flush()
         data = text.encode(stream.encoding, stream.errors or "strict")
         return not unwritten(stream.fileno(), data, time.monotonic() + seconds)
-    except (OSError, ValueError):  # closed; nobody reads it any more; the disk is full
+    except (OSError, ValueError):  # closed, no reader, or the disk is full
         return False
 
 
 def unwritten(number: int, data: bytes, deadline: float) -> bytes:
-    """Write to a descriptor, without blocking and until the deadline. Returns what is left. Raises OSError."""
+    """Write to a descriptor without blocking, until the deadline. Return the unwritten data. Raises OSError.
+
+    If possible, a write ends at a line end. Otherwise rank 0, which writes to the same pipe, could split a line.
+    """
     while data and select.select([], [number], [], min(3600.0, max(0.0, deadline - time.monotonic())))[1]:
-        data = data[os.write(number, data[:_PIPE_BYTES]) :]
+        end = data.rfind(b"\n", 0, _PIPE_BYTES) + 1 or _PIPE_BYTES
+        data = data[os.write(number, data[:end]) :]
     return data
 
 
 class _Log(io.FileIO):
-    """A file from which nobody needs all: what the disk has no room for is dropped."""
+    """A file that drops data when the disk is full."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -85,8 +90,8 @@ class _Log(io.FileIO):
             return memoryview(data).nbytes
 
 
-def drop_what_has_no_room(folder: str) -> None:
-    """Have sys.stdout and sys.stderr drop what cannot be written, where they are files in this folder (on Linux)."""
+def drop_output_on_full_disk(folder: str) -> None:
+    """Make sys.stdout and sys.stderr drop data when the disk is full, if they are files in this folder (Linux)."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         try:
             inside = os.path.dirname(os.readlink(f"/proc/self/fd/{number}")) == os.path.realpath(folder)

@@ -1,9 +1,9 @@
-"""Loading torch faster, and the interpreter's end after it. Imports no torch.
+"""Speed up the import of torch and the interpreter's exit. Does not import torch.
 
-torch brings some hundred thousand objects, of which none ever becomes garbage. Python's collector looks at them several
-times while torch is loaded, and twice when the interpreter ends: together a third of the processor time of a process
-that loads torch and ends. So the collector pauses while torch is loaded, and leaves alone what is there then
-(`gc.freeze`). What comes later is collected as ever; no tensor can be older than torch.
+torch creates a few hundred thousand objects that never become garbage. Python's collector scans them several times
+while torch is imported, and twice when the interpreter exits. Together this takes a third of the processor time of a
+process that imports torch and exits. So the collector is paused during the import, and then ignores all existing
+objects (`gc.freeze`). Later objects, such as all tensors, are collected as usual.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def faster() -> Iterator[None]:
-    """Within it torch may be loaded. Where it is loaded already, nothing changes."""
+    """Speed up an import of torch inside the block. Has no effect if torch is already imported."""
     with contextlib.nullcontext() if "torch" in sys.modules else paused():
         yield
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """A pause of the collector, which leaves alone what it finds afterwards. Where it is off, nothing changes."""
+    """Pause the collector. At the end of the block, freeze all objects. Has no effect if the collector is off."""
     if not gc.isenabled():
         yield
         return
@@ -38,7 +38,7 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable of torch's for a time."""
+    """Set an environment variable temporarily."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -1,10 +1,10 @@
 """Predictions: each example's result once, in the order of the data set, on every process.
 
-Phase 1: each process computes its part of each global batch, and moves the result to the CPU. The result is flattened
-into leaves, tensors or lists with a row for each example, and the structure (dicts and tuples) around them.
-Phase 2: the processes exchange the structure and the shapes of their leaves. A tensor leaf whose rows all have one
-shape and dtype is joined as a tensor. Other leaves (sequences of unequal length, boxes) are joined as lists of rows.
-Rows are put into the order of the data set.
+Phase 1: each process computes its part of each global batch, and moves the result to the CPU. The result is split into
+leaves (tensors or lists with one row per example) and the structure around them (dicts and tuples).
+Phase 2: the processes exchange the structure and the shapes of their leaves. If all rows of a tensor leaf have the same
+shape and dtype, they are joined as a tensor. Other leaves (sequences of unequal length, boxes) are joined as lists of
+rows. Rows are sorted into the order of the data set.
 Phase 3: the structure is filled with the joined leaves.
 """
 
@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives
-from paceline.comm.collectives import data_group
+from paceline.comm import gathering
+from paceline.comm.mesh import data_group
 from paceline.data.loader import Loader
 from paceline.errors import SettingError, UsageError
 from paceline.step.precision import to_fp32
@@ -34,20 +34,22 @@ _Row = tuple[tuple[int, ...], str]  # the shape and dtype of a row
 class _Form(NamedTuple):
     """The form of a process's results."""
 
-    structure: str | None  # dicts and tuples, with a number in the place of each leaf, as Python writes it
-    kinds: tuple[str, ...]  # LIST or TENSOR, for each leaf
-    shapes: tuple[frozenset[_Row], ...]  # for each tensor leaf, those of its rows; empty batches do not count
+    structure: str | None  # repr of dicts and tuples, with a number in place of each leaf
+    kinds: tuple[str, ...]  # LIST or TENSOR, per leaf
+    shapes: tuple[frozenset[_Row], ...]  # per leaf, its kinds of tensor rows, except in empty batches
 
 
 def predict(
     model: Any, fn: Callable[[Any, Any], Any], loader: Loader, autocast: Callable[[], AbstractContextManager[Any]]
 ) -> Any:
-    """The results of `fn(model, batch)` for each example of an evaluation loader. Raises UsageError where a result has
-    not one row for each example."""
+    """Return the results of `fn(model, batch)` for each example of an evaluation loader.
+
+    Raises UsageError if a result does not have one row per example.
+    """
     indices: list[int] = []
     batches: list[list[Any]] = []
     structure: Any = None
-    empty: list[Any] = []  # the leaves of a zero-length batch
+    empty: list[Any] = []  # the leaves of an empty batch
     for batch in loader:
         with autocast():
             result = fn(model, batch)
@@ -62,15 +64,15 @@ def predict(
     columns: list[Any] = list(zip(*batches, strict=True)) if batches else [() for _ in empty]
     kinds = tuple(LIST if isinstance(leaf, list) else TENSOR for leaf in (batches or [empty])[0])
     form = _Form(None if structure is None else repr(structure), kinds, tuple(map(_shapes, columns)))
-    told: list[Any] = collectives.gather_objects(tuple(form), data_group())
-    forms = [_Form(*other) for other in told]
+    received: list[Any] = data_group().gather(tuple(form))
+    forms = [_Form(*other) for other in received]
     if all(other.structure is None for other in forms):
         raise UsageError(
-            "run.predict: the data set has no examples, and what the results would look like is not known without one. "
-            "Leave the call out where len(dataset) is 0."
+            "run.predict: the data set has no examples, so the form of the results is unknown. Skip the call if "
+            "len(dataset) is 0."
         )
     _check_alike(forms)
-    order = collectives.gather_uneven(torch.tensor(indices, dtype=torch.int64), data_group()).argsort()
+    order = gathering.gather_uneven(torch.tensor(indices, dtype=torch.int64), data_group()).argsort()
     rows = [
         _join(column, form.kinds[number], frozenset().union(*(other.shapes[number] for other in forms)), order)
         for number, column in enumerate(columns)
@@ -79,19 +81,22 @@ def predict(
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raises SettingError for loader arguments that would change which examples come, or in which order."""
+    """Raise SettingError for loader arguments that would change the examples or their order."""
     for name in ("shuffle", "sampler", "batch_sampler", "drop_last", "train", "shuffle_buffer", "limit_batches"):
         if name in options:
             raise SettingError(
-                f"run.predict({name}=...): it gives each example's result once, in the order of the data set. Leave it "
-                "out, and give the data set that is meant, such as torch.utils.data.Subset."
+                f"run.predict({name}=...): predict returns the result of each example once, in the order of the data "
+                "set. Remove the argument. To predict for other examples, pass a torch.utils.data.Subset."
             )
 
 
 def on_first_input(model: Any, batch: Any) -> Any:
-    """The default function: the model is called with the batch; or with the first part of a tuple or list (inputs,
-    labels); or with the entries of a dict but its labels, where its forward has parameters of these names, as Hugging
-    Face's models have. Of an output with "logits" they are the result."""
+    """Return the model's result for a batch. This is the default function of `predict`.
+
+    The model is called with the batch, or with the first element of a tuple or list (inputs, labels). A dict is passed
+    as keyword arguments, without the labels, if the model's forward has parameters with these names, as in Hugging
+    Face's models. The result is then the output's "logits", if it has any.
+    """
     if isinstance(batch, (tuple, list)):
         return model(batch[0])
     if isinstance(batch, Mapping):
@@ -106,8 +111,15 @@ def on_first_input(model: Any, batch: Any) -> Any:
 
 
 def flatten(node: Any, count: int, leaves: list[Any], path: str) -> Any:
-    """Appends the leaves to `leaves`, on the CPU, and returns the structure around them. count: examples. path: of the
-    node in the result, for messages. Raises UsageError for a leaf without a row for each example."""
+    """Append the leaves of `node` to `leaves`, on the CPU, and return the structure around them.
+
+    Args:
+        count: the number of examples.
+        path: the position of `node` in the result, for messages.
+
+    Raises:
+        UsageError: a leaf does not have one row per example.
+    """
     if isinstance(node, dict):
         return {key: flatten(value, count, leaves, f"{path}[{key!r}]") for key, value in node.items()}
     if isinstance(node, tuple):
@@ -119,7 +131,7 @@ def flatten(node: Any, count: int, leaves: list[Any], path: str) -> Any:
         node = torch.from_numpy(node)
     if not isinstance(node, (Tensor, list)):
         raise UsageError(
-            f"run.predict: the result{path} is a {type(node).__name__}. Return a tensor or list with an entry for each "
+            f"run.predict: the result{path} is a {type(node).__name__}. Return a tensor or list with one entry per "
             "example, or a tuple or dict of these."
         )
     size = len(node) if isinstance(node, list) or node.dim() else None
@@ -127,7 +139,7 @@ def flatten(node: Any, count: int, leaves: list[Any], path: str) -> Any:
         shape = tuple(node.shape) if isinstance(node, Tensor) else f"{size} entries"
         raise UsageError(
             f"run.predict: the result{path} has {shape} for a batch of {count} examples. Return a tensor or list with "
-            "an entry for each example in dimension 0."
+            "one entry per example in dimension 0."
         )
     leaves.append(node.detach().cpu() if isinstance(node, Tensor) else [_on_cpu(item) for item in node])
     return len(leaves) - 1
@@ -152,20 +164,22 @@ def _shapes(column: tuple[Any, ...]) -> frozenset[_Row]:
 
 def _check_alike(forms: list[_Form]) -> None:
     if any(other[:2] != forms[0][:2] for other in forms):
-        told = "; ".join(f"rank {rank}: {other.structure} {other.kinds}" for rank, other in enumerate(forms))
-        raise UsageError(f"run.predict: results have another form from process to process ({told}). Make them alike.")
+        listed = "; ".join(f"rank {rank}: {other.structure} {other.kinds}" for rank, other in enumerate(forms))
+        raise UsageError(
+            f"run.predict: the form of the results differs between processes ({listed}). Make it the same."
+        )
 
 
 def _join(column: tuple[Any, ...], kind: str, shapes: frozenset[_Row], order: Tensor) -> Any:
-    """The rows of one leaf of all processes, in the order of the data set: a tensor, or a list."""
+    """Return a leaf's rows from all processes, in the order of the data set: a tensor, or a list."""
     if kind == TENSOR and len(shapes) == 1:
         ((shape, name),) = shapes
         dtype = getattr(torch, name.removeprefix("torch."))
-        own = torch.cat(column) if column else torch.empty((0, *shape), dtype=dtype)
-        return collectives.gather_uneven(own, data_group())[order]
+        local = torch.cat(column) if column else torch.empty((0, *shape), dtype=dtype)
+        return gathering.gather_uneven(local, data_group())[order]
     mine = [row for leaf in column for row in _rows(leaf)]
-    told = collectives.gather_objects(mine, data_group(), "run.predict: the rows of a result")
-    everyone = [row for rows in told for row in rows]
+    received = data_group().gather(mine, "run.predict: the rows of a result")
+    everyone = [row for rows in received for row in rows]
     return [everyone[i] for i in order.tolist()]
 
 

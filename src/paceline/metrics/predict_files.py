@@ -1,20 +1,22 @@
-"""Predictions written to files as they are made: for results that do not fit in memory.
+"""Write predictions to files as they are computed, for results that do not fit in memory.
 
     predictions/
-      0000000000-0000002730.safetensors   results of the examples 0 to 2730, a row for each; "index" has their numbers
-      0000000000-0000002730.jsonl         of the same examples, a line each, what is no tensor (where fn returns such)
+      0000000000-0000002730.safetensors   results of examples 0 to 2730, one row each; "index" has their numbers
+      0000000000-0000002730.jsonl         results that are not tensors, for the same examples, one line each
       ...
       index.json                          names, shapes and dtypes, and the files in the order of the examples
-      unfinished.json                     in place of index.json, while the pass goes on
+      unfinished.json                     instead of index.json, until the pass is complete
 
-Phase 1: rank 0 looks at the folder, and all processes agree on the examples that have no whole file there.
-Phase 2: the loader's global batches are blocks of so many examples that each process has one file of each; what it
-computes at once are the micro-batches. A process's part of a block is in one piece in the data set, so that files in
-the order of their names are in the order of the examples. Of processes that see the same examples (stages, parts of
-layers) the first writes. A file is written whole, beside its place, and renamed.
+Phase 1: rank 0 inspects the folder, and all processes agree on the examples that have no complete file there.
+Phase 2: each global batch of the loader is a block, and each process writes one file per block. The loader's
+micro-batches are the examples that a process computes at once. A process's part of a block is contiguous in the data
+set, so sorting the files by name gives the order of the examples. If several processes see the same examples (pipeline
+stages, tensor parallelism), only the first of them writes. A file is written under a temporary name, and renamed when
+it is complete.
 Phase 3: rank 0 writes index.json, and removes unfinished.json.
 
-Which weights and how many examples an unfinished folder is of stands in unfinished.json, so that nothing is mixed.
+unfinished.json records a hash of the weights and the number of examples, so that results of different passes are not
+mixed.
 """
 
 from __future__ import annotations
@@ -30,8 +32,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from paceline.comm import collectives
-from paceline.comm.collectives import data_group
+from paceline.comm.mesh import data_group, world_group
 from paceline.data.fetch import is_stream
 from paceline.data.loader import Loader
 from paceline.errors import CheckpointError, PacelineError, SettingError, UsageError
@@ -42,11 +43,11 @@ from paceline.step.precision import to_fp32
 
 INDEX, UNFINISHED = "index.json", "unfinished.json"
 FORMAT = 1
-NUMBERS = "index"  # the tensor with the examples' numbers
-LENGTHS = ".lengths"  # what follows the name of a tensor with another number of entries for each example
+NUMBERS = "index"  # name of the tensor with the examples' numbers
+LENGTHS = ".lengths"  # suffix of the tensor with the number of entries per example, if it varies
 
 _FILE = re.compile(r"(\d{10,})-(\d{10,})\.safetensors")
-_MICRO_BATCHES = 64  # that a file has, if rows_per_file does not say how many examples
+_MICRO_BATCHES = 64  # per file, by default
 _CANNOT = "Predictions could not be written to"
 _RAGGED, _JSON = "ragged", "json"
 
@@ -54,38 +55,42 @@ T = TypeVar("T")
 
 
 class Target(NamedTuple):
-    """Where a pass writes."""
+    """The folder to write to."""
 
     folder: Path
-    resume: bool  # whether the folder may hold files of a pass that did not end
-    rows_per_file: int | None  # the most examples of a file
+    resume: bool  # whether the folder may hold files of an interrupted pass
+    rows_per_file: int | None  # largest number of examples per file
 
 
 class Cut(NamedTuple):
-    """How the examples are cut: arguments of `run.loader`."""
+    """Batch sizes for `run.loader`."""
 
-    global_batch: int  # a block: a file for each process
-    micro_batch: int  # what a process computes at once
+    global_batch: int  # examples per block; each process writes one file per block
+    micro_batch: int  # examples that a process computes at once
 
 
 def cut(target: Target, dataset: Any, global_batch: int, micro_batch: int | None) -> Cut:
-    """The arguments for a loader whose global batches are blocks. Raises SettingError."""
+    """Return the batch sizes for a loader of blocks. Raises SettingError."""
     rows = target.rows_per_file
     for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch), ("rows_per_file", rows)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise SettingError(f"run.predict({name}={value!r}): a whole number of examples, at least 1, is needed.")
-    shards = collectives.size_of(data_group())
-    own = -(-global_batch // shards)
-    at_once = min(own, micro_batch or own)
-    # Every process holds a whole block of a stream, so that it is no larger than the script has said.
-    rows = rows or (own if is_stream(dataset) else _MICRO_BATCHES * at_once)
+            raise SettingError(f"run.predict({name}={value!r}): pass an integer number of examples, at least 1.")
+    shards = data_group().size
+    shard = -(-global_batch // shards)
+    at_once = min(shard, micro_batch or shard)
+    # Every process holds a whole block of a stream, so by default a block has the requested global batch size.
+    rows = rows or (shard if is_stream(dataset) else _MICRO_BATCHES * at_once)
     return Cut(rows * shards, min(at_once, rows))
 
 
 def start(target: Target, dataset: Any, weights: str) -> list[int] | None:
-    """Phase 1. weights: a hash of the model's. Returns the numbers of the examples that are to be computed, None for
-    all. Collective. Raises SettingError for a folder that holds something else, UsageError for one that does not
-    fit."""
+    """Phase 1: return the numbers of the examples that remain to be computed, or None for all. Collective.
+
+    Raises SettingError if the folder holds something else, and UsageError if it belongs to another pass.
+
+    Args:
+        weights: a hash of the model's weights.
+    """
     count = None if is_stream(dataset) else len(dataset)
     begun = {"format": FORMAT, "examples": count, "weights": weights}
     finished, fresh = _agreed(lambda: _look(target, begun))
@@ -95,10 +100,10 @@ def start(target: Target, dataset: Any, weights: str) -> list[int] | None:
         return None
     if count is None:
         raise UsageError(
-            f"run.predict(to={str(target.folder)!r}, resume=True): a stream cannot be read from where the pass "
-            "stopped. Delete the folder and start anew, or give a data set with __getitem__ and __len__."
+            f"run.predict(to={str(target.folder)!r}, resume=True): an iterable data set cannot be resumed where the "
+            "pass stopped. Delete the folder and start again, or pass a data set with __getitem__ and __len__."
         )
-    there = {span for some in collectives.gather_objects(_spans(target.folder)) for span in some}
+    there = {span for some in world_group().gather(_spans(target.folder)) for span in some}
     done = {number for first, last in there for number in range(first, last + 1)}
     return [number for number in range(count) if number not in done]
 
@@ -110,7 +115,11 @@ def write(
     autocast: Callable[[], AbstractContextManager[Any]],
     target: Target,
 ) -> Path:
-    """Phases 2 and 3. loader: of `cut`, over the examples that `start` gave; None where none are left. Collective."""
+    """Phases 2 and 3: write the predictions, and return the folder. Collective.
+
+    Args:
+        loader: over the examples from `start`, with the sizes from `cut`; None if no examples remain.
+    """
     writer = _Writer(target.folder, _is_writer())
     for batch in loader if loader is not None else ():
         with autocast():
@@ -120,22 +129,22 @@ def write(
             writer.add(result, loader.indices)
         if loader is not None and loader.current is not None and loader.current.final:
             writer.flush()
-    written = collectives.gather_objects((_spans(target.folder), writer.form))
+    written = world_group().gather((_spans(target.folder), writer.form))
     _agreed(lambda: _finish(target.folder, written))
     return target.folder
 
 
 class _Writer:
-    """The results of one process that wait to be written."""
+    """Collects the results of one process and writes them."""
 
     def __init__(self, folder: Path, writes: bool) -> None:
         self.folder, self._writes = folder, writes
-        self.form: dict[str, str] | None = None  # TENSOR, _RAGGED or _JSON, for the name of each result
+        self.form: dict[str, str] | None = None  # result name -> TENSOR, _RAGGED or _JSON
         self._numbers: list[int] = []
-        self._columns: dict[str, list[Any]] = {}  # for each name the results of the batches, one after the other
+        self._columns: dict[str, list[Any]] = {}  # result name -> its leaves of the batches, in order
 
     def add(self, result: Any, numbers: Sequence[int]) -> None:
-        """Take the result of one batch. Raises UsageError for one that has no place in a file."""
+        """Add the result of one batch. Raises UsageError if a file cannot hold it."""
         leaves: list[Any] = []
         structure = flatten(result, len(numbers), leaves, "")
         named = dict(_named(structure, leaves, ""))
@@ -143,21 +152,21 @@ class _Writer:
         if self.form is None:
             self.form = form
         if form != self.form:
-            raise UsageError(f"run.predict: results have another form from batch to batch ({self.form}; {form}).")
+            raise UsageError(f"run.predict: the form of the results differs between batches ({self.form}; {form}).")
         for name, leaf in named.items() if self._writes else ():
             column = self._columns.setdefault(name, [])
             rows = leaf.shape[1:] if isinstance(leaf, Tensor) else None
             if column and isinstance(leaf, Tensor) and (rows, leaf.dtype) != (column[0].shape[1:], column[0].dtype):
                 raise UsageError(
-                    f"run.predict(to=...): a row of the result {name!r} is {tuple(rows or ())} {leaf.dtype}, and was "
-                    f"{tuple(column[0].shape[1:])} {column[0].dtype} before. A file holds rows of one shape: pad to a "
-                    "fixed length, or return a list with a tensor for each example."
+                    f"run.predict(to=...): a row of the result {name!r} is {tuple(rows or ())} {leaf.dtype}, but "
+                    f"earlier rows were {tuple(column[0].shape[1:])} {column[0].dtype}. All rows in a file must "
+                    "have the same shape: pad to a fixed length, or return a list with one tensor per example."
                 )
             column.append(leaf)
         self._numbers += numbers if self._writes else ()
 
     def flush(self) -> None:
-        """Write what waits, a file for each piece that is one in the data set."""
+        """Write the collected results, one file per contiguous range of examples."""
         if self._numbers:
             columns = {
                 name: torch.cat(column)
@@ -196,9 +205,7 @@ class _Writer:
 
 def _kind(name: str, leaf: Any) -> str:
     if name == NUMBERS or name.endswith(LENGTHS):
-        raise UsageError(
-            f"run.predict(to=...): the name {name!r} is taken in these files. Give the result another one."
-        )
+        raise UsageError(f"run.predict(to=...): the name {name!r} is reserved in these files. Rename the result.")
     if isinstance(leaf, Tensor):
         return TENSOR
     return _RAGGED if all(isinstance(row, Tensor) and row.dim() for row in leaf) else _JSON
@@ -210,19 +217,19 @@ def _joined(name: str, rows: list[Tensor]) -> Tensor:
     except RuntimeError as error:
         raise UsageError(
             f"run.predict(to=...): the tensors of the result {name!r} differ in more than their first dimension "
-            f"({error}). Pad them."
+            f"({error}). Pad them to the same shape."
         ) from error
 
 
 def _no_json(value: Any) -> Any:
     raise UsageError(
-        f"run.predict(to=...): a result is a {type(value).__name__}, which has no plain form. Return tensors, or lists "
-        "of strings, numbers, lists and dicts."
+        f"run.predict(to=...): a result is a {type(value).__name__}, which cannot be written as JSON. Return tensors, "
+        "or lists of strings, numbers, lists and dicts."
     )
 
 
 def _named(structure: Any, leaves: list[Any], path: str) -> Iterator[tuple[str, Any]]:
-    """(name, leaf) for each leaf: keys and positions joined by dots; "output" where there is nothing else."""
+    """Yield (name, leaf) for each leaf. A name joins keys and positions by dots. A single leaf is named "output"."""
     if isinstance(structure, dict):
         for key, value in structure.items():
             yield from _named(value, leaves, f"{path}.{key}" if path else str(key))
@@ -235,7 +242,7 @@ def _named(structure: Any, leaves: list[Any], path: str) -> Iterator[tuple[str, 
 
 
 def _pieces(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(begin, end) of each stretch of consecutive numbers."""
+    """Yield the positions (begin, end) of each range of consecutive numbers."""
     begin = 0
     for end in range(1, len(numbers) + 1):
         if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
@@ -244,9 +251,9 @@ def _pieces(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _is_writer() -> bool:
-    """Whether this process is the first of those that see the same examples. Collective."""
-    shards = collectives.gather_objects(collectives.rank_of(data_group()))
-    return shards.index(shards[collectives.rank_of()]) == collectives.rank_of()
+    """Return whether this process is the first of the processes that see the same examples. Collective."""
+    shards = world_group().gather(data_group().rank)
+    return shards.index(shards[world_group().rank]) == world_group().rank
 
 
 # --- the folder
@@ -256,15 +263,15 @@ _ERRORS = {kind.__name__: kind for kind in (CheckpointError, SettingError, Usage
 
 
 def _agreed(action: Callable[[], T]) -> T:
-    """What `action` returns on rank 0, on every rank; its error is raised on all. Collective."""
+    """Run `action` on rank 0 and return its result on every rank. If it raises, all ranks raise. Collective."""
     failure: tuple[str, str] | None = None  # the error's class and text
     result: Any = None
-    if collectives.rank_of() == 0:
+    if world_group().rank == 0:
         try:
             result = action()
         except PacelineError as error:
             failure = type(error).__name__, str(error)
-    failure, result = collectives.broadcast_object((failure, result))
+    failure, result = world_group().broadcast((failure, result))
     if failure is not None:
         raise _ERRORS.get(failure[0], UsageError)(failure[1])
     answer: T = result
@@ -272,7 +279,7 @@ def _agreed(action: Callable[[], T]) -> T:
 
 
 def _look(target: Target, begun: dict[str, Any]) -> tuple[bool, bool]:
-    """(whether the folder has all results, whether it has none). A new pass is noted there."""
+    """Return whether the folder has all results, and whether it is empty. Record a new pass in an empty folder."""
     folder = target.folder
     named = f"run.predict(to={str(folder)!r})"
     with explained(_CANNOT, folder):
@@ -284,31 +291,35 @@ def _look(target: Target, begun: dict[str, Any]) -> tuple[bool, bool]:
         state = next((name for name in (INDEX, UNFINISHED) if name in there), None)
         if state is None:
             raise SettingError(
-                f"{named}: the folder is not empty, and what is in it ({contents(folder)}) was not written by "
-                "run.predict. Give a new folder."
+                f"{named}: the folder is not empty, and run.predict did not write its content ({contents(folder)}). "
+                "Pass a new folder."
             )
         found = _get(folder / state)
     if not target.resume:
         if state == INDEX:
             raise SettingError(
-                f"{named}: the folder holds the results of a whole pass. Give another one, or delete it."
+                f"{named}: the folder holds the results of a complete pass. Pass another folder, or delete this one."
             )
         raise SettingError(
-            f"{named}: the folder holds results of a pass that did not end. Go on where it stopped by resume=True, "
-            "give another folder, or delete this one."
+            f"{named}: the folder holds results of an interrupted pass. Continue it with resume=True, pass another "
+            "folder, or delete this one."
         )
     for key, what in (("format", "the format"), ("examples", "the number of examples"), ("weights", "the weights")):
         if found.get(key) != begun[key] and not (begun[key] is None and state == INDEX):
-            shown = f" ({found.get(key)}, and now {begun[key]})" if key != "weights" else ""
+            shown = f" ({found.get(key)}, now {begun[key]})" if key != "weights" else ""
             raise UsageError(
-                f"{named[:-1]}, resume=True): {what} of the results in the folder are other than now{shown}, so that "
-                "they would be mixed. Give another folder, or delete it."
+                f"{named[:-1]}, resume=True): {what} of the results in the folder differ from this pass{shown}, so the "
+                "results would be mixed. Pass another folder, or delete this one."
             )
     return state == INDEX, False
 
 
 def _finish(folder: Path, written: list[tuple[list[tuple[int, int]], dict[str, str] | None]]) -> None:
-    """Phase 3. written: the files that each process sees, and the form of its results."""
+    """Phase 3: check the files, and write index.json.
+
+    Args:
+        written: per process, the files that it sees and the form of its results.
+    """
     if (folder / INDEX).exists():
         return
     spans = sorted({span for some, _ in written for span in some})
@@ -316,8 +327,8 @@ def _finish(folder: Path, written: list[tuple[list[tuple[int, int]], dict[str, s
     begun = _get(folder / UNFINISHED)
     if not count:
         raise UsageError(
-            "run.predict: the data set has no examples, and what the results would look like is not known without one. "
-            "Leave the call out where len(dataset) is 0."
+            "run.predict: the data set has no examples, so the form of the results is unknown. Skip the call if "
+            "len(dataset) is 0."
         )
     ends = [0, *(last + 1 for _, last in spans)]
     here = _spans(folder)
@@ -325,23 +336,24 @@ def _finish(folder: Path, written: list[tuple[list[tuple[int, int]], dict[str, s
         seen = sum(last + 1 - first for first, last in here)
         raise CheckpointError(
             f"{folder} does not hold each of {begun['examples'] or 'all'} examples once: rank 0 sees {seen} in its "
-            "files. On several machines the folder must be on a disk that they share. Delete it, and start anew."
+            "files. With several machines, the folder must be on a shared disk. Delete it, and start again."
         )
     forms = [form for _, form in written if form is not None]
     if any(form != forms[0] for form in forms):
-        raise UsageError(f"run.predict: results have another form from process to process ({forms}). Make them alike.")
+        raise UsageError(f"run.predict: the form of the results differs between processes ({forms}). Make it the same.")
     files = [
         {"file": f"{first:010d}-{last:010d}.safetensors", "first": first, "count": last + 1 - first}
         for first, last in spans
     ]
     outputs: dict[str, Any] = {}
     for name in [one["file"] for one in files]:
-        own = _described(folder / str(name))
-        outputs = outputs or own
-        if own != outputs:
+        described = _described(folder / str(name))
+        outputs = outputs or described
+        if described != outputs:
             raise UsageError(
-                f"run.predict(to={str(folder)!r}): {name} holds {own}, and the files before it {outputs}. Rows of one "
-                "shape and dtype are needed: pad to a fixed length, or return a list with a tensor for each example."
+                f"run.predict(to={str(folder)!r}): {name} holds {described}, but the files before it hold "
+                f"{outputs}. All rows must have the same shape and dtype: pad to a fixed length, or return a list "
+                "with a tensor per example."
             )
     lines = (folder / str(files[0]["file"])).with_suffix(".jsonl").exists()
     index = {**begun, "examples": count, "outputs": outputs, "jsonl": lines, "files": files}
@@ -350,7 +362,10 @@ def _finish(folder: Path, written: list[tuple[list[tuple[int, int]], dict[str, s
 
 
 def _described(file: Path) -> dict[str, Any]:
-    """{"logits": {"dtype": "F32", "shape": [10]}, ...}: the shape of a row; without it where rows have lengths."""
+    """Return the dtype and row shape of each tensor: {"logits": {"dtype": "F32", "shape": [10]}, ...}.
+
+    The shape is left out if rows differ in length.
+    """
     with explained("Predictions could not be read from", file), safe_open(file, framework="pt") as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return {
@@ -361,7 +376,7 @@ def _described(file: Path) -> dict[str, Any]:
 
 
 def _spans(folder: Path) -> list[tuple[int, int]]:
-    """(first, last) of the examples of each whole file."""
+    """Return the (first, last) example of each complete file, sorted."""
     if not folder.is_dir():
         return []
     matches = (_FILE.fullmatch(path.name) for path in folder.iterdir())
@@ -378,5 +393,5 @@ def _get(path: Path) -> dict[str, Any]:
     except ValueError:
         document = None
     if not isinstance(document, dict):
-        raise SettingError(f"{path} was not written by run.predict. Give a new folder.")
+        raise SettingError(f"{path} was not written by run.predict. Pass a new folder.")
     return document

@@ -1,13 +1,13 @@
 """Weighted sums of logged numbers, losses and metrics, which never wait for a device.
 
 A number is added on the host at once. A tensor on an accelerator is deferred: it is added on that device later, with
-many others. So adding a tensor starts no kernel and waits for nothing. A tensor that was changed in place in between
-would give a wrong mean, so its version is compared.
+many others. So adding a tensor starts no kernel and waits for nothing. If a deferred tensor is changed in place, the
+mean would be wrong, so the tensor's version is compared.
 
 The bits of a sum do not depend on the order of its addends or on the number of processes. Each addend is split into a
-multiple of 2^-19 and a rest, which is rounded to a multiple of 2^-58. float64 adds the first without rounding up to
-sums of 2^34, and the second up to 2^15 addends (Rump, Ogita, Oishi 2008, "Accurate floating-point summation", their
-extraction with two fixed units).
+multiple of 2^-19 and a rest, which is rounded to a multiple of 2^-58. In float64, the sum of the multiples is exact up
+to 2^34, and the sum of the rests is exact for up to 2^15 addends (the extraction of Rump, Ogita, Oishi 2008, "Accurate
+floating-point summation", with two fixed units).
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from paceline.errors import UsageError
 from paceline.strategies.base import Weight
 from paceline.torch_private.core import version_of
 
-FOLD_AT = 256  # how many deferred tensors are added together
-_UNIT, _FINE = 1.5 * 2.0**33, 1.5 * 2.0**-6  # adding one and taking it away again rounds to 2^-19, to 2^-58
+FOLD_AT = 256  # number of deferred tensors to add together
+_UNIT, _FINE = 1.5 * 2.0**33, 1.5 * 2.0**-6  # (x + unit) - unit rounds x to 2^-19, or to 2^-58
 
 
 class _Deferred(NamedTuple):
-    """An addend that is added later."""
+    """An addend to be added later."""
 
-    value: Tensor  # (), a mean, or a sum where `summed`
-    weight: Weight  # over how many things
+    value: Tensor  # (), a mean, or a sum if `summed`
+    weight: Weight  # number of items
     summed: bool
-    version: int | None  # of the tensor when it was computed; None of an inference tensor, which cannot change
+    version: int | None  # of the tensor when it was computed; None for an inference tensor, which cannot change
 
 
 class WeightedSum:
-    """The sum of value x weight, the sum of the weights, and the rests of the first sum.
+    """The sum of value x weight, the sum of the weights, and the sum of the rests.
 
-    In float64 where the device has it. A mean over nothing (NaN or inf, of weight 0) is left out. changed: the error
-    for a tensor that was changed in place; if empty, such a tensor is left out.
+    The sums are float64 if the device supports it. A mean over nothing (NaN or inf, with weight 0) is left out.
+
+    Args:
+        changed: the error message for a tensor that was changed in place. "": such a tensor is left out.
     """
 
     __slots__ = ("_changed", "_deferred", "_device", "device", "host")
@@ -52,10 +54,13 @@ class WeightedSum:
         self._deferred: list[_Deferred] = []
 
     def add(self, value: Any, weight: Weight, *, summed: bool = False, version: int | None = None) -> None:
-        """Add a number or 0-dim tensor: a mean over `weight` things, or a sum over them if `summed`.
+        """Add a number or 0-dim tensor: a mean over `weight` items, or their sum if `summed`.
 
-        version: of the tensor when it was computed; None: its version now. Raises UsageError for a tensor that has
-        changed since.
+        Args:
+            version: the tensor's version when it was computed; None: its current version.
+
+        Raises:
+            UsageError: the tensor has been changed in place since that version.
         """
         if isinstance(weight, Tensor) and readable(weight):
             weight = float(weight)
@@ -82,7 +87,7 @@ class WeightedSum:
         high = (value + _UNIT) - _UNIT
         rest = value - high
         self.host[0] += high
-        if rest == rest:  # not of inf
+        if rest == rest:  # NaN if the value is inf
             self.host[2] += (rest + _FINE) - _FINE
 
     def clear(self) -> None:
@@ -99,7 +104,7 @@ class WeightedSum:
 
     @torch.no_grad()
     def fold(self) -> None:
-        """Add the deferred tensors into `device`."""
+        """Add the deferred tensors to `device`."""
         kept, self._deferred = self._deferred, []
         same = [item for item in kept if item.value.is_inference() or version_of(item.value) == item.version]
         if len(same) < len(kept):
@@ -120,7 +125,7 @@ class WeightedSum:
         self.device = triple if self.device is None else self.device + triple
 
     def _column(self, items: Sequence[Any]) -> Tensor:
-        """(len(items),) on the device. Numbers are copied there together from pinned memory, without waiting."""
+        """Return a tensor (len(items),) on the device. Numbers are copied in one transfer, which is not waited for."""
         wide = wide_dtype(self._device)
         if not any(isinstance(item, Tensor) for item in items):
             return upload(torch.tensor(items, dtype=wide), self._device)

@@ -1,7 +1,7 @@
-"""The progress display of rank 0 on stderr: a bar on a terminal, or else plain lines. (notebook_display.py: in a cell.)
+"""The progress display of rank 0 on stderr: a bar on a terminal, else plain lines. See also notebook_display.py.
 
-The process's own thread draws it, when a loader yields, at most twice a second. A thread of its own would take the
-interpreter from the step at any moment, and would hold locks when a data worker is forked.
+The script's thread draws the display when a loader yields, at most twice a second. A separate thread could take the GIL
+from the step at any moment, and could hold locks when a data worker is forked.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from paceline.monitor.window import means
 
 BAR_SECONDS = 0.5
 LINE_SECONDS = 10.0
-EPOCH_SECONDS = 1.0  # between the lines of two epochs, once there have been MANY_EPOCHS lines
+EPOCH_SECONDS = 1.0  # least time between the lines of two epochs, after MANY_EPOCHS lines
 MANY_EPOCHS = 20
 
 
 class View:
-    """What there is to show."""
+    """The values to show."""
 
     def __init__(self) -> None:
         self.epoch = 0  # from 0
-        self.epochs: int | None = None  # the number that `run.epochs` was given; None outside of it
-        self.loader: Loader | None = None  # the training loader in its pass
-        self.evaluation: Loader | None = None  # the evaluation loader in its pass
-        self.updates = 0  # of the first optimizer, when something was received last
+        self.epochs: int | None = None  # argument of `run.epochs`; None outside of it
+        self.loader: Loader | None = None  # the training loader during its pass
+        self.evaluation: Loader | None = None  # the evaluation loader during its pass
+        self.updates = 0  # of the first optimizer, at the last received exchange
         self.loss: float | None = None  # the last global mean
-        # (updates, the last global mean until there), as they came; a display with a curve takes them out
+        # (updates, last global mean), in order; a display with a curve removes them
         self.losses: deque[tuple[int, float]] = deque(maxlen=64)
         self.learning_rate: Any = None  # of the first optimizer
-        self.values: dict[str, float] = {}  # the last global means of what was logged
+        self.values: dict[str, float] = {}  # last global means of logged values
         self.epoch_sums: dict[str, list[float]] = {}  # key -> [sum, weight] over all ranks, since the epoch began
-        self.steps: int | None = None  # in an epoch, where that is known
-        self._ended_at = 0  # the global batches of the last pass
-        self.first_step = 0  # of this pass; more than 0 where a restored run continues in mid-epoch
-        self.began = 0.0  # when the pass began
+        self.steps: int | None = None  # per epoch, if known
+        self._ended_at = 0  # number of global batches of the last pass
+        self.first_step = 0  # the step at the start of the pass; not 0 if a restored run continues in mid-epoch
+        self.began = 0.0  # start of the pass
 
     def begin_epoch(self, loader: Loader, now: float) -> None:
         if self.epochs is None:
@@ -58,20 +58,24 @@ class View:
             self.steps = None
 
     def end_epoch(self, left_at: int | None) -> None:
-        """left_at: the step in which the pass was broken off; None: it was read to its end."""
+        """Record the end of a pass.
+
+        Args:
+            left_at: the step where the script left the pass early; None: the pass was complete.
+        """
         self._ended_at = self.steps or 0 if left_at is None else left_at
         self.loader = None
 
     @property
     def step(self) -> int:
-        """Global batches of this epoch that are done."""
+        """The number of finished global batches of this epoch."""
         return self.loader.step if self.loader is not None else self._ended_at
 
     def name(self) -> str:
         return f"epoch {self.epoch + 1}{f'/{self.epochs}' if self.epochs else ''}"
 
     def seconds_left(self, now: float) -> float | None:
-        """Seconds to the end of all epochs, or of this one where their number is not known."""
+        """Estimate the seconds to the end of all epochs, or of this epoch if their number is unknown."""
         done = self.step - self.first_step
         if self.steps is None or done <= 0:
             return None
@@ -80,9 +84,9 @@ class View:
 
 
 class Display(Protocol):
-    """A bar or lines. due: when `refresh` wants to be called next, by time.perf_counter."""
+    """A bar or lines."""
 
-    due: float
+    due: float  # time of the next `refresh`, by time.perf_counter
 
     def refresh(self, now: float) -> None: ...
 
@@ -94,14 +98,14 @@ class Display(Protocol):
 
 
 class Writer:
-    """The texts of all displays."""
+    """Formats the texts of all displays."""
 
     def __init__(self, view: View, totals: Totals, device: torch.device) -> None:
         self.view, self._totals, self._device = view, totals, device
         self._process = psutil.Process()
-        self._epochs = 0  # lines about epochs
-        self._epoch_at = 0.0  # when the last of them was given
-        self._held_back: str | None = None  # the line about the last epoch, if it has not been given
+        self._epochs = 0  # number of shown lines about epochs
+        self._epoch_at = 0.0  # time of the last of these lines
+        self._held_back: str | None = None  # the line about the last epoch, if not yet shown
 
     def position(self) -> str:
         view = self.view
@@ -115,7 +119,7 @@ class Writer:
         return min(view.step / view.steps, 1.0) if view.steps else None
 
     def numbers(self, now: float, memory: bool) -> list[str]:
-        """Loss, logged values, learning rate, speed, time left and memory."""
+        """Format loss, logged values, learning rate, speed, time left and memory."""
         view = self.view
         parts = [f"loss {number(view.loss)}"] if view.loss is not None else []
         parts += [f"{key} {number(value)}" for key, value in view.values.items()]
@@ -130,7 +134,7 @@ class Writer:
         return [*parts, self._memory()] if memory else parts
 
     def epoch(self, now: float) -> str | None:
-        """The line about the epoch that has ended; None for most epochs where there are many short ones."""
+        """Return the line about the epoch that has ended. With many short epochs, return None for most of them."""
         self._held_back = self._epoch(now)
         if self._epochs >= MANY_EPOCHS and now - self._epoch_at < EPOCH_SECONDS:
             return None
@@ -138,7 +142,7 @@ class Writer:
         return self.last_epoch()
 
     def last_epoch(self) -> str | None:
-        """The line that `epoch` held back last; None where it was given."""
+        """Return the line about the last epoch if it has not been shown, else None."""
         text, self._held_back = self._held_back, None
         return text
 
@@ -153,7 +157,7 @@ class Writer:
         return "  ".join([self.view.name(), *(f"{key} {number(value)}" for key, value in values.items())])
 
     def _memory(self) -> str:
-        """The most that the accelerator has held; on a CPU, what this process holds now."""
+        """Format the accelerator's peak memory, or on a CPU the process's current memory."""
         if self._device.type == "cpu":
             return f"{self._process.memory_info().rss / 2**30:.1f} GiB"
         module = torch.get_device_module(self._device)
@@ -169,7 +173,7 @@ def _of(loader: Loader) -> str:
 
 
 class Lines:
-    """A line every ten seconds, and one at each epoch's end."""
+    """A line every ten seconds, and at the end of each epoch."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -195,8 +199,10 @@ class Lines:
 
 
 class Bar:
-    """One line that rich draws again and again. Other lines appear above it. The cursor is never hidden, so that a
-    process that is killed leaves the terminal as it should be."""
+    """One line that rich redraws. Other lines appear above it.
+
+    The cursor is never hidden, so a killed process leaves the terminal intact.
+    """
 
     WIDTH = 20
 
@@ -212,7 +218,7 @@ class Bar:
         self.due = 0.0
         stderr: IO[str] = sys.stderr
         self._console = Visible(file=stderr, force_terminal=True)
-        # Output that goes to a file or a pipe is not redirected.
+        # If stdout is a file or a pipe, it is not redirected.
         both = sys.stdout is not None and sys.stdout.isatty()
         self._live = Live(console=self._console, auto_refresh=False, transient=True, redirect_stdout=both)
         self._pid = os.getpid()
@@ -253,13 +259,13 @@ class Bar:
 
 @functools.cache
 def _plain_in_children() -> None:
-    """A forked data worker draws no bar: what it prints goes straight to the terminal."""
+    """Let forked data workers print straight to the terminal, because they draw no bar."""
     from rich.file_proxy import FileProxy
 
-    def put_back() -> None:
+    def restore() -> None:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             if isinstance(stream, FileProxy):
                 setattr(sys, name, stream.rich_proxied_file)
 
-    os.register_at_fork(after_in_child=put_back)
+    os.register_at_fork(after_in_child=restore)

@@ -1,4 +1,4 @@
-"""Which progress display a run has: by the setting, and by what there is to show it on."""
+"""Choose the progress display of a run from the setting and the output device."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from paceline.world import CELL_FILE
 
 
 def make_display(progress: str, view: View, totals: Totals, device: torch.device) -> Display:
-    """For a setting of `progress`; "auto" is a bar in a notebook, and where stderr is a terminal that can move its
-    cursor."""
+    """Return the display for a value of the setting `progress`.
+
+    "auto" is a bar in a notebook and on a terminal that can move its cursor, and lines elsewhere.
+    """
     writer = Writer(view, totals, device)
     place = _cell()
     if place is not None and progress in ("auto", "bar"):
@@ -26,6 +28,6 @@ def make_display(progress: str, view: View, totals: Totals, device: torch.device
 
 
 def _cell() -> notebook.Place | None:
-    """The cell of a notebook, in which this process runs or from which it was launched."""
+    """Return the notebook cell that this process runs in or was launched from; None outside of notebooks."""
     path = os.environ.get(CELL_FILE)
     return notebook.CellFile(path) if path else notebook.Cell() if notebook.in_kernel() else None

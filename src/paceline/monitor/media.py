@@ -1,4 +1,4 @@
-"""Hyperparameters, images and histograms, checked and brought into the form that trackers take."""
+"""Check hyperparameters, images and histograms, and convert them for trackers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from paceline.errors import UsageError
 
 
 def hyperparameters(values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
-    """The arguments of `run.log_hyperparameters`, flat: {"model": {"width": 8}} is "model.width". What is no string,
-    number or truth value becomes its text. Raises UsageError."""
+    """Flatten the arguments of `run.log_hyperparameters`: {"model": {"width": 8}} becomes {"model.width": 8}.
+
+    Values other than strings, finite numbers and booleans are converted to strings. Raises UsageError.
+    """
     if values is not None and not isinstance(values, Mapping):
         raise UsageError(f"run.log_hyperparameters takes a dict or keywords, such as vars(args), not {values!r}.")
     found: dict[str, str | int | float | bool] = {}
@@ -36,8 +38,11 @@ def hyperparameters(values: Mapping[str, Any] | None, named: Mapping[str, Any]) 
 
 
 def image(name: str, value: Any) -> Any:
-    """(height, width, 3), uint8: of (3 or 1, height, width) or (height, width), whole numbers from 0 to 255 or floats
-    from 0 to 1. Raises UsageError."""
+    """Convert an image to a uint8 array (height, width, 3). Raises UsageError.
+
+    Args:
+        value: (3 or 1, height, width) or (height, width); integers from 0 to 255, or floats from 0 to 1.
+    """
     pixels = _numbers_of("log_image", name, value)
     if pixels.ndim == 2:
         pixels = pixels[None]
@@ -46,18 +51,18 @@ def image(name: str, value: Any) -> Any:
             " It looks like (height, width, channels): permute(2, 0, 1)." if pixels.shape[-1:] in ((1,), (3,)) else ""
         )
         raise UsageError(
-            f"run.log_image({name!r}): of shape {tuple(np.shape(value))}; (3, height, width), (1, height, width) or "
-            f"(height, width) is needed.{hint}"
+            f"run.log_image({name!r}): the image has shape {tuple(np.shape(value))}. Pass (3, height, width), "
+            f"(1, height, width) or (height, width).{hint}"
         )
     if pixels.dtype.kind == "f":
         if not (np.isfinite(pixels).all() and pixels.min() >= 0 and pixels.max() <= 1):
             raise UsageError(
-                f"run.log_image({name!r}): floats from {pixels.min():.3g} to {pixels.max():.3g}; from 0 to 1 are "
-                "needed. Undo the normalisation, or clamp them."
+                f"run.log_image({name!r}): floats from {pixels.min():.3g} to {pixels.max():.3g}. Pass floats from 0 "
+                "to 1: undo the normalisation, or clamp them."
             )
         pixels = (pixels * 255).round()
     elif pixels.dtype != bool and (pixels.min() < 0 or pixels.max() > 255):
-        raise UsageError(f"run.log_image({name!r}): whole numbers from 0 to 255 are needed, or floats from 0 to 1.")
+        raise UsageError(f"run.log_image({name!r}): pass integers from 0 to 255, or floats from 0 to 1.")
     elif pixels.dtype == bool:
         pixels = pixels * 255
     pixels = np.broadcast_to(pixels, (3, *pixels.shape[1:]))
@@ -65,7 +70,7 @@ def image(name: str, value: Any) -> Any:
 
 
 def histogram(name: str, value: Any) -> Any:
-    """The finite values, float64, in one dimension. Raises UsageError where there is none."""
+    """Return the finite values as a 1-dim float64 array. Raises UsageError if there are none."""
     values = _numbers_of("log_histogram", name, value).astype(np.float64).reshape(-1)
     values = values[np.isfinite(values)]
     if not values.size:
@@ -86,5 +91,5 @@ def _numbers_of(call: str, name: Any, value: Any) -> Any:
         value = value.float() if value.dtype == torch.bfloat16 else value
     array = np.asarray(value)
     if array.dtype.kind not in "fiub":
-        raise UsageError(f"run.{call}({name!r}): numbers are needed, not {type(value).__name__}.")
+        raise UsageError(f"run.{call}({name!r}): pass numbers, not {type(value).__name__}.")
     return array

@@ -1,15 +1,15 @@
-"""What a run shows and records: collected when a loader yields, exchanged now and then, shown and written on rank 0.
+"""Collect shown and logged values when a loader yields, and exchange them at intervals. Rank 0 shows and writes them.
 
 One mechanism serves the progress display and the trackers. The loss of every backward call, and the values of
-`run.log`, go into a window (window.py). A window is exchanged (exchange.py)
+`run.log`, go into a window (window.py). A window is exchanged (exchange.py):
 
-- with trackers, every `log_every` optimizer steps, and is then written;
-- for the display, about once a second, also between two writes. The next interval in steps comes from the ranks' mean
-  elapsed time, which all of them receive, so that they never disagree about it;
-- with neither, never.
+- With trackers, every `log_every` optimizer steps. The result is then written.
+- For the display, about once a second, even between two writes. The next interval, in steps, is computed from the mean
+  elapsed time of the ranks. All ranks receive this mean, so they use the same interval.
+- Without trackers and display, never.
 
-What was sent is received at the next occasion. The end of an epoch is one. There the rest is exchanged as well, so that
-the line about the epoch has its whole mean; these sums are kept for the next write.
+A result is received at the next exchange, or at the end of an epoch. At the end of an epoch, the remaining sums are
+exchanged too, so the line about the epoch shows the mean over the whole epoch. These sums also count in the next write.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from paceline import notebook
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 from paceline.config import Settings
 from paceline.data.loader import Loader
 from paceline.errors import UsageError, warn
@@ -43,15 +43,15 @@ from paceline.timeline.chrome_trace import cannot_trace
 from paceline.world import World
 
 INTERVAL_SECONDS = 1.0
-MOST_STEPS = 1000  # between two exchanges for the display
-GROWTH = 8  # the most by which the interval grows at once
+MOST_STEPS = 1000  # largest interval between two exchanges for the display
+GROWTH = 8  # largest factor by which the interval grows at once
 
 
 class _Note(NamedTuple):
-    """What rank 0 must remember about a window until its sums come back."""
+    """A record of a window, kept until its sums are received."""
 
-    write: bool  # are they to be written?
-    ends: bool  # does a pass end with it, so that nothing more comes to that pass?
+    write: bool  # whether to write the sums
+    ends: bool  # whether a pass ends with this window, so that the pass is complete
     step: int  # updates of the first optimizer
     epoch: int  # from 0
     learning_rate: float | None  # of the first optimizer
@@ -59,8 +59,11 @@ class _Note(NamedTuple):
 
 
 class Monitor:
-    """The display and the trackers of a run, made by `Run` on all ranks alike. Raises SettingError on all ranks where
-    rank 0 cannot write to log_dir, or a rank to what `trace` names."""
+    """The display and the trackers of a run. `Run` creates a monitor on every rank.
+
+    Raises SettingError on all ranks if rank 0 cannot write to log_dir, or if a rank cannot write to the path of
+    `trace`.
+    """
 
     def __init__(
         self, world: World, settings: Settings, device: torch.device, stepper: Stepper, models: Sequence[nn.Module]
@@ -78,36 +81,36 @@ class Monitor:
         self._recorded = settings.log_dir is not None
         self._active = self._shown or self._recorded
         self._exchange = Exchange(device, stepper.strategy)
-        self._window, self._pass = Window(device), Window(device)  # of the steps; of an evaluation's pass
+        self._window, self._pass = Window(device), Window(device)  # for steps; for an evaluation pass
         self._carry: dict[str, list[float]] = {}  # received sums that are not written yet
-        self._carried: _Note | None = None  # the last note that came with them
+        self._carried: _Note | None = None  # the last note received with these sums
         self._display: Display | None = None
-        self.view = View()  # what the display shows
+        self.view = View()  # the values that the display shows
         self._facts: summary.Facts | None = None  # None until training begins
-        self._loader: Loader | None = None  # the training loader whose steps are counted
+        self._loader: Loader | None = None  # the training loader that steps are counted for
         self._latest: Loader | None = None  # the loader that yielded last
         self._learning_rate: float | None = None
-        self._steps = 0  # updates when the last global batch began
+        self._steps = 0  # updates at the start of the last global batch
         self._sent_steps = 0  # steps made at the last exchange
-        self._first_steps = 0  # steps made when the run began
-        self._told_steps = -1  # steps made when the last line was printed
+        self._first_steps = 0  # steps made at the start of the run
+        self._printed_steps = -1  # steps made at the last printed summary
         self._interval = 1  # steps between two exchanges for the display
         self._sent_at = 0.0
-        self._unable: set[str] = set()  # what was logged and no tracker takes
-        self._unwritten = False  # have steps been made since the last write?
-        self.totals = summary.Totals()  # counts for the last line
-        self._local = False  # no more collectives: at the interpreter's exit, when other ranks may be gone
+        self._unable: set[str] = set()  # logging methods that no tracker supports
+        self._unwritten = False  # whether steps have been made since the last write
+        self.totals = summary.Totals()  # counts for the summary at the end
+        self._local = False  # no more collectives, because other ranks may be gone (at the interpreter's exit)
         self._closed = False
         if self._active:
             stepper.losses = []
 
     @property
     def active(self) -> bool:
-        """Whether something is shown or recorded, so that the monitor needs each yield."""
+        """Whether anything is shown or recorded, so that the monitor must see each yield."""
         return self._active
 
     def add_tracker(self, tracker: Tracker, latest: Loader | None) -> None:
-        """latest: the loader that has yielded last."""
+        """Add a tracker. `latest` is the loader that yielded last."""
         self._trackers.add(tracker)
         self._recorded = self._active = True
         self._latest = latest
@@ -115,12 +118,14 @@ class Monitor:
             self._stepper.losses = []
 
     def _made(self) -> int:
-        """Steps of all optimizers, also those left out. All ranks agree on this number, and not on the number of
-        batches that a script has looked at."""
+        """Return the number of steps of all optimizers, including skipped steps.
+
+        It is the same on all ranks. The number of batches that the script has read may differ between ranks.
+        """
         return self._stepper.updates.made + self._stepper.updates.skipped
 
     def _updates(self) -> int:
-        """Updates of the first optimizer, as `run.steps`."""
+        """Return the number of updates of the first optimizer, like `run.steps`."""
         for updates in self._stepper.updates.counts.values():
             return updates
         return 0
@@ -133,7 +138,7 @@ class Monitor:
     # --- in the loop
 
     def on_yield(self, loader: Loader) -> None:
-        """A loader has fetched the next batch, which the script is about to get."""
+        """Handle a loader's yield, before the script gets the batch."""
         self._latest = loader
         request = loader.current
         assert request is not None
@@ -148,7 +153,7 @@ class Monitor:
             self._display.refresh(loader.fetched_at)
 
     def _next_batch(self, loader: Loader, examples: int) -> None:
-        """A global batch of the training loader begins: exchange if it is time."""
+        """Handle the start of a global batch of the training loader. Exchange the window if due."""
         steps = self._updates()
         losses = self._stepper.losses
         if self._recorded:
@@ -164,7 +169,7 @@ class Monitor:
         self._unwritten = True
         if self._main:
             self._learning_rate = self._rate()
-        if not self._stepper.strategy.plan.in_step:  # other ranks are somewhere else: they tell with their sums
+        if not self._stepper.strategy.plan.in_step:  # each rank sends its number of examples with its sums
             self._exchange.done += examples
         else:
             self.totals.examples += examples
@@ -184,7 +189,7 @@ class Monitor:
     def _begin(self, loader: Loader) -> None:
         self._facts = summary.facts(self._world, self._settings, self._device, self._stepper, self._models, loader)
         atexit.register(self._exiting)
-        self._sent_steps = self._made()  # of a restored run: not 0
+        self._sent_steps = self._made()  # not 0 in a restored run
         self._first_steps = self._updates() + self._stepper.updates.skipped
         if not self._main:
             return
@@ -194,7 +199,11 @@ class Monitor:
                 _say(f"paceline: {line}")
 
     def on_end(self, loader: Loader, whole: bool) -> None:
-        """A loader's pass has ended. whole: it was read to its end, which happens alike on all ranks."""
+        """Handle the end of a loader's pass.
+
+        Args:
+            whole: whether the pass was read to its end. If so, all ranks have done the same.
+        """
         if not self._active:
             return
         if not loader.train:
@@ -205,7 +214,7 @@ class Monitor:
                 self._pass = Window(self._device)
             return
         if loader is not self._loader and self._stepper.strategy.plan.in_step:
-            return  # but where parts are dealt, this rank may have had none of this pass
+            return  # with a work queue, this rank may have had no chunk of this pass
         if whole and not self._local:
             if self._facts is not None:
                 steps = self._updates()
@@ -214,7 +223,7 @@ class Monitor:
                 self._send(write, steps, loader.fetched_at, ends=True)
                 self._steps = steps
             if not self._stepper.strategy.plan.in_step:
-                collectives.barrier()  # all have sent
+                world_group().barrier()  # all ranks have sent their sums
             self._receive()
         if loader is not self._loader:
             return
@@ -227,7 +236,7 @@ class Monitor:
             self._display.epoch_ended(now)
 
     def epochs(self, numbers: Iterator[int], count: int, at_end: Callable[[], object]) -> Iterator[int]:
-        """Pass on the epochs of `run.epochs`. After the last one, end the display and call `at_end`."""
+        """Yield the epochs of `run.epochs`. After the last epoch, end the display and call `at_end`."""
         self.view.epochs = count
         for number in numbers:
             self.view.epoch = number
@@ -237,11 +246,11 @@ class Monitor:
             self._display.close()
             self._display = None
             if notebook.in_kernel():
-                self._tell_end()  # in this cell: the run may be closed in any later one
+                self._print_end()  # in this cell: the run may be closed in any later cell
         self.view.epochs = None
         at_end()
 
-    # --- what is logged
+    # --- logging
 
     def log(self, values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> None:
         logged = checked(values, named)
@@ -257,23 +266,23 @@ class Monitor:
             self._write_now(window)
 
     def log_hyperparameters(self, values: Mapping[str, str | int | float | bool]) -> None:
-        """On rank 0; nothing travels."""
+        """Record hyperparameters on rank 0, without communication."""
         if self._main and self._recorded:
             self._trackers.log_hyperparameters(values)
 
     def log_media(self, method: str, name: str, make: Callable[[], Any]) -> None:
-        """An image or a histogram, on rank 0; nothing travels. make: computes what trackers take."""
+        """Record an image or a histogram on rank 0, without communication. `make` returns the object for trackers."""
         if self._main and self._recorded:
             able = self._trackers.log_media(method, name, make(), self._updates(), self.view.epoch)
             if not able and method not in self._unable:
                 self._unable.add(method)
-                warn(f"run.{method}: no tracker of this run takes that. tensorboard and wandb take both.")
+                warn(f"run.{method}: no tracker of this run supports it. tensorboard and wandb support both.")
 
     def _write_now(self, window: Window) -> None:
-        """Exchange, receive and write a window that was logged outside of a batch, before this returns."""
+        """Exchange, receive and write a window at once, for values that are logged outside of a batch."""
         steps = self._updates()
         if self._recorded and steps // self._settings.log_every != self._steps // self._settings.log_every:
-            self._send(True, steps, time.perf_counter())  # those before it come first
+            self._send(True, steps, time.perf_counter())  # the earlier values come first
             self._steps = steps
         self._receive()
         self._exchange.send(window, 0.0, f"{NOW} {steps}", None)
@@ -291,14 +300,14 @@ class Monitor:
     # --- the exchange
 
     def _collect(self) -> None:
-        """Move the step's losses into the window."""
+        """Move the losses of the steps into the window."""
         losses = self._stepper.losses
         if losses:
             self._window.add_losses(losses)
             losses.clear()
 
     def _send(self, write: bool, steps: int, now: float, ends: bool = False) -> None:
-        """Exchange the window. write: its sums are to be written; ends: a pass ends with it."""
+        """Start the exchange of the window. `write` and `ends` are for its _Note."""
         self._receive()
         self._collect()
         made = self._made()
@@ -309,7 +318,7 @@ class Monitor:
         self._unwritten = self._unwritten and not write
 
     def _receive(self) -> None:
-        """Receive the last exchange, and set the interval to the next one."""
+        """Receive the last exchange, and set the interval until the next one."""
         result = self._result()
         if result is None:
             return
@@ -321,12 +330,12 @@ class Monitor:
     def _result(self) -> Result | None:
         try:
             return self._exchange.receive()
-        except UsageError:  # on all ranks: what they would send from here on would not fit together either
+        except UsageError:  # raised on all ranks; their later exchanges would not match either
             self._local = True
             raise
 
     def _accumulate(self, result: Result) -> None:
-        """Add received sums to those of the epoch and of the next write. Write them, or show them."""
+        """Add received sums to the sums of the epoch and of the next write. Write them, or show them."""
         self.totals.examples += int(result.done)
         for key, (top, bottom) in result.sums.items():
             for sums in (self._carry, self.view.epoch_sums):
@@ -341,18 +350,18 @@ class Monitor:
         self._show(self._carry, result.note)
 
     def _write(self, note: _Note) -> None:
-        """Write the sums that have been received since the last write."""
+        """Write the sums received since the last write."""
         sums, self._carry, self._carried = self._carry, {}, None
         if not self._main:
             return
         values = self._show(sums, note)
         if self._recorded:
-            own = {"loss": self.view.loss, "lr": note.learning_rate, "examples_per_second": self.totals.rate()}
-            known = {key: value for key, value in own.items() if value is not None}
+            standard = {"loss": self.view.loss, "lr": note.learning_rate, "examples_per_second": self.totals.rate()}
+            known = {key: value for key, value in standard.items() if value is not None}
             self._record({**known, **values}, note.step, note.epoch)
 
     def _show(self, sums: Mapping[str, list[float]], note: _Note) -> dict[str, float]:
-        """Put means into the view. Returns those of the script's own names."""
+        """Put the means of loss and logged values into the view. Return the means of the logged values."""
         self.view.loss, values = means(sums)
         self.view.updates = note.step
         if self.view.loss is not None:
@@ -366,18 +375,18 @@ class Monitor:
             self._trackers.log(values, step, epoch)
 
     def _flush(self) -> None:
-        """Write what has not been written yet. Called by all ranks, or by a rank that is alone."""
+        """Write everything that is not yet written. Collective."""
         if not self._active:
             return
         if self._unwritten:
             self._send(True, self._updates(), time.perf_counter())
         self._receive()
 
-    # --- beside the loop
+    # --- outside the loop
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Around the writing of a checkpoint, which all ranks do together."""
+        """Receive the last exchange, and measure how long the block takes to write a checkpoint. Collective."""
         if not self._local:
             self._receive()
         began = time.perf_counter()
@@ -386,7 +395,7 @@ class Monitor:
 
     def restored(self, place: str, steps: int) -> None:
         if self._main and self._shown:
-            _say(f"paceline: goes on after step {steps}, from {place}")
+            _say(f"paceline: resumed after step {steps}, from {place}")
 
     def _exiting(self) -> None:
         self._local = True
@@ -394,20 +403,21 @@ class Monitor:
     def close(self) -> None:
         """End the display and the trackers.
 
-        Nothing is communicated, since other ranks may have failed. What was exchanged at the end of a pass or of
-        `run.epochs` is written. Where a pass was broken off, its last steps are not, unless the run is one process.
+        Does not communicate, because other ranks may have failed. Values exchanged at the end of a pass or of
+        `run.epochs` are written. If a pass was left early, the values of its last steps are lost, unless the run has
+        only one process.
         """
         if self._closed:
             return
         self._closed = True
         atexit.unregister(self._exiting)
         try:
-            if collectives.size_of() > 1:
+            if world_group().size > 1:
                 self._last_arrival()
             else:
                 self._flush()
         except Exception:
-            if not self._local:  # at the exit of a run that failed, the device may be what did
+            if not self._local:  # at the exit of a failed run, the device itself may have failed
                 raise
         finally:
             self._stepper.losses = None
@@ -416,33 +426,33 @@ class Monitor:
                 self._display = None
             self._trackers.close()
             if self._main and self._shown and self._facts is not None and not (self._local and _failed()):
-                self._tell_end()
+                self._print_end()
 
-    def _tell_end(self) -> None:
-        """Print the last line, unless it was printed after the same step."""
+    def _print_end(self) -> None:
+        """Print the summary line, unless it was already printed after the same step."""
         steps = self._updates() + self._stepper.updates.skipped - self._first_steps
-        if steps != self._told_steps:
-            self._told_steps = steps
+        if steps != self._printed_steps:
+            self._printed_steps = steps
             _say(f"paceline: {summary.at_end(self.totals, steps, self._world)}")
 
     def _last_arrival(self) -> None:
-        """Receive what was sent before, if it comes within two seconds: a rank that died will not send its part."""
+        """Receive the last exchange if it arrives within two seconds. It never arrives if a rank died before it."""
         deadline = time.monotonic() + 2.0
         while not self._exchange.arrived and time.monotonic() < deadline:
             time.sleep(0.01)
         with contextlib.suppress(Exception):
             if self._exchange.arrived:
                 self._receive()
-            if self._carried is not None:  # the end of a pass, which all ranks have told already
+            if self._carried is not None:  # the end of a pass: all ranks have already sent their sums
                 self._write(self._carried)
 
 
 def _say(line: str) -> None:
-    """On stderr; in a notebook on stdout, since a cell shows stderr as an error."""
+    """Print on stderr, or in a notebook on stdout, because a cell shows stderr as an error."""
     print(line, file=sys.stdout if notebook.in_kernel() else sys.stderr)
 
 
 def _failed() -> bool:
-    """Does the program end by an error, whose message must stay the last?"""
+    """Return whether the program ends with an error. The error's message must be the last output."""
     error = getattr(sys, "last_value", None)
     return error is not None and not isinstance(error, KeyboardInterrupt)

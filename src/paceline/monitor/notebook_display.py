@@ -1,7 +1,7 @@
-"""The progress display in a notebook: a bar, the curve of the loss, and a line for each epoch, drawn again in place.
+"""The progress display in a notebook: a bar, the loss curve, and a line per epoch, updated in place.
 
-It is drawn when the display is refreshed, about once a second, from numbers that the run shows anyway: a step does
-nothing for it. The picture is HTML with a small SVG, in the colour of the notebook's text, so light or dark as that.
+It is redrawn about once a second, from numbers that the run has already computed, so it adds no work to a step. The
+picture is HTML with a small SVG. It uses the notebook's text colour, so it fits light and dark themes.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from paceline.monitor.summary import number
 from paceline.notebook import Place, after_each_cell
 
 DRAW_SECONDS = 1.0
-MOST_POINTS = 400  # of a curve; then every second one is left out, for good
-LINES = 12  # about epochs and logged values, the latest
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 180, 56, 20, 8  # of the curve's picture, and its margins
+MOST_POINTS = 400  # per curve; above this number, every second point is dropped
+LINES = 12  # number of lines about epochs and logged values; older lines are dropped
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 640, 180, 56, 20, 8  # size and margins of the SVG, in its units
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c")
-_DECADES = 1.5  # of positive values, beyond which the scale is logarithmic
+_DECADES = 1.5  # positive values over a wider range get a logarithmic scale
 
 Points = list[tuple[float, float]]
-"""(step, value), by step."""
+"""(step, value) pairs, in step order."""
 
 
 class NotebookDisplay:
-    """The display of rank 0, at a place in a notebook."""
+    """The progress display of rank 0 in a notebook."""
 
     def __init__(self, writer: Writer, place: Place) -> None:
         self._writer, self._place = writer, place
         self.due = 0.0
         self._curves: dict[str, Points] = {"loss": []}
         self._lines: list[str] = []
-        self._drawn: object = None  # what the last picture was of
+        self._drawn: object = None  # the state of the last picture
         self._pid = os.getpid()
-        # A loop that is not inside of run.epochs does not say when it has ended, and one that is interrupted neither.
+        # Also draw after each cell: a loop without run.epochs, or an interrupted loop, does not report its end.
         self._forget = after_each_cell(self._draw_if_moved)
 
     def refresh(self, now: float) -> None:
@@ -110,7 +110,7 @@ def _bar(fraction: float | None) -> str:
 
 
 def curves(found: Mapping[str, Points]) -> str:
-    """An SVG of these curves over the steps, with a scale; "" where there is none."""
+    """Return an SVG of these curves by step, with a scale; "" if there are no points."""
     points = [point for each in found.values() for point in each]
     if not points:
         return ""

@@ -1,4 +1,4 @@
-"""Trackers of other makers: TensorBoard, Weights & Biases, MLflow. Each package is an extra."""
+"""Third-party trackers: TensorBoard, Weights & Biases, MLflow. Each package is an extra."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from paceline.monitor.trackers import Config
 
 
 class TensorBoard:
-    """Event files in the log directory itself: `tensorboard --logdir LOG_DIR`. The configuration is a text."""
+    """Writes TensorBoard event files to the log directory (`tensorboard --logdir LOG_DIR` shows them).
+
+    The configuration is a text entry.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -19,7 +22,7 @@ class TensorBoard:
     def begin(self, config: Config, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # What an earlier run wrote beyond this step is hidden by the reader, the whole of it for a run from 0.
+        # TensorBoard hides an earlier run's points after `step`. If this run starts at 0, it hides all of them.
         older = any(self._directory.glob("events.out.tfevents.*"))
         purge = (step + 1 if step else 0) if older else None
         self._writer = SummaryWriter(str(self._directory), purge_step=purge, flush_secs=10)
@@ -32,7 +35,7 @@ class TensorBoard:
         self._writer.add_scalar("epoch", epoch, step)
 
     def log_hyperparameters(self, values: Config) -> None:
-        self._writer.add_hparams(dict(values), {}, run_name=".")  # a file of its own, of the same run
+        self._writer.add_hparams(dict(values), {}, run_name=".")  # in a separate event file of the same run
 
     def log_image(self, name: str, image: Any, step: int, epoch: int) -> None:
         self._writer.add_image(name, image, step, dataformats="HWC")
@@ -45,8 +48,11 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, whose files lie in the log directory. A restored run continues it, by the id that is
-    kept there. WANDB_PROJECT, WANDB_MODE=offline and so on are wandb's own."""
+    """Logs to a Weights & Biases run, with its files in the log directory.
+
+    A restored run continues the W&B run with the id stored in the log directory. wandb reads its environment variables,
+    such as WANDB_PROJECT and WANDB_MODE=offline.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -63,7 +69,7 @@ class WeightsAndBiases:
         kept.write_text(self._run.id + "\n")
 
     def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
-        self._run.log({**values, "epoch": epoch}, step=step)  # a step that it has already is refused there, not doubled
+        self._run.log({**values, "epoch": epoch}, step=step)  # wandb rejects a step that it already has
 
     def log_hyperparameters(self, values: Config) -> None:
         self._run.config.update(dict(values), allow_val_change=True)
@@ -83,18 +89,17 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """A run of MLflow, in the SQLite file mlflow.db of the log directory (`mlflow ui --backend-store-uri
-    sqlite:///LOG_DIR/mlflow.db`), or at MLFLOW_TRACKING_URI.
+    """Logs to an MLflow run, in the SQLite file LOG_DIR/mlflow.db or at MLFLOW_TRACKING_URI.
 
-    A restored run continues it, by the id that is kept in the log directory, and leaves out the points that it already
-    has: MLflow cannot delete them.
+    `mlflow ui --backend-store-uri sqlite:///LOG_DIR/mlflow.db` shows the file. A restored run continues the MLflow run
+    with the id stored in the log directory. It skips points that MLflow already has, since MLflow cannot delete them.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._client: Any = None
         self._id = ""
-        self._last: dict[str, int] = {}  # metric -> the last step that the run has
+        self._last: dict[str, int] = {}  # metric -> the last logged step
 
     def begin(self, config: Config, step: int) -> None:
         import os
@@ -131,7 +136,7 @@ class MLflow:
     def log_hyperparameters(self, values: Config) -> None:
         from mlflow.entities import Param
 
-        known = self._client.get_run(self._id).data.params  # which MLflow does not let change
+        known = self._client.get_run(self._id).data.params  # MLflow does not allow changes to logged parameters
         new = {_name(key): str(value) for key, value in values.items() if _name(key) not in known}
         self._client.log_batch(self._id, params=[Param(key, value) for key, value in new.items()])
 
@@ -143,5 +148,5 @@ class MLflow:
 
 
 def _name(key: str) -> str:
-    """A metric's name as MLflow allows it: letters, digits, _ - . : space and / only."""
+    """Replace characters that MLflow does not allow in a name. It allows letters, digits, _ - . : space and /."""
     return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in key)

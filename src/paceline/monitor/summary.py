@@ -1,4 +1,4 @@
-"""What a run says about itself: at its start what parallelism changes, at its end what it did. Text only."""
+"""The lines that a run prints about itself: its setup at the start, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from paceline.strategies import default
 from paceline.torch_private.core import BatchNormBase
 from paceline.world import World
 
-RATE_SECONDS = 10.0  # over which examples/s are counted
+RATE_SECONDS = 10.0  # period for counting examples/s
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What training begins with."""
+    """The setup of a run when training begins."""
 
-    world: World  # of the run
+    world: World
     settings: Settings
-    device: str  # its name
-    backend: str  # of torch.distributed; "" in one process
-    carrier: str  # of gradients between processes, where it is not that backend; else ""
+    device: str  # name of the device
+    backend: str  # backend of torch.distributed; "" with one process
+    carrier: str  # "shared memory" if gradients use it; "" if the backend sends them
     strategy: str  # with its options
     global_batch: int  # in examples
-    shards: int  # of a global batch
-    micro_batches: int  # of a shard
-    filled: int | None  # examples of the first global batch of an epoch, if training begins with that; else None
-    batch_norm: bool  # has a model one?
-    threads: int  # of this process
+    shards: int  # per global batch
+    micro_batches: int  # per shard
+    filled: int | None  # examples in the first global batch, if training begins at the start of an epoch; else None
+    batch_norm: bool  # does a model have batch norm?
+    threads: int  # CPU threads of this process
 
     def as_config(self) -> dict[str, str | int | float | bool]:
-        """The settings and the world, flat, as trackers take them. None becomes "default"."""
+        """The settings and the world as a flat dict, for trackers. None becomes "default"."""
         settings = {
             field.name: getattr(self.settings, field.name)
             for field in dataclasses.fields(self.settings)
@@ -68,7 +68,7 @@ def facts(
     models: Sequence[nn.Module],
     loader: Loader,
 ) -> Facts:
-    """The facts, once the loader has yielded for the first time."""
+    """Collect the facts. Call it after the loader's first yield."""
     request = loader.current
     assert request is not None
     plan = stepper.strategy.plan
@@ -100,7 +100,7 @@ def _backend(device: torch.device) -> str:
 
 
 def at_start(facts: Facts) -> list[str]:
-    """The lines at the start of a run, three or four."""
+    """Return the three or four lines that a run prints at its start."""
     world, settings = facts.world, facts.settings
     where = (
         f"{_count(world.size, 'process', 'es')} on {_count(world.nodes, 'machine')}" if world.size > 1 else "1 process"
@@ -108,11 +108,11 @@ def at_start(facts: Facts) -> list[str]:
     through = f" through {facts.backend}" if facts.backend else ""
     through += f" and {facts.carrier}" if facts.carrier else ""
     lines = [
-        f"{where}, {facts.device}{through}, strategy {facts.strategy}, {_count(facts.threads, 'thread')} a process",
+        f"{where}, {facts.device}{through}, strategy {facts.strategy}, {_count(facts.threads, 'thread')} per process",
         _batch(facts),
         _numerics(facts),
     ]
-    costs = [text for held, text in _COSTS if held(settings)]
+    costs = [text for applies, text in _COSTS if applies(settings)]
     return lines + ([f"set: {'; '.join(costs)}"] if costs else [])
 
 
@@ -121,8 +121,8 @@ _COSTS = (
     (lambda s: s.reproducible is not None, "reproducible (slower kernels, no overlap of backward and reduction)"),
     (lambda s: s.tf32, "tf32=true (float32 products with 10 bits of mantissa)"),
     (lambda s: s.channels_last, "channels_last=true"),
-    (lambda s: s.cudnn_benchmark, "cudnn_benchmark=true (seconds for each new shape, kernels that may differ)"),
-    (lambda s: s.compile, "compile=true (the first steps take long)"),
+    (lambda s: s.cudnn_benchmark, "cudnn_benchmark=true (seconds of tuning per new shape, kernels may differ)"),
+    (lambda s: s.compile, "compile=true (the first steps are slow)"),
     (lambda s: s.nonfinite == "skip", "nonfinite='skip' (each step waits for the device)"),
 )  # fmt: skip
 
@@ -137,7 +137,7 @@ def _batch(facts: Facts) -> str:
         text += f", in {micros} micro-batches of {high if low == high else f'{low} to {high}'}"
     if facts.filled is not None and facts.filled < total:
         text += f" (the data set has only {facts.filled} examples)"
-    return text + ("; the learning rate stays that of one device" if shards > 1 else "")
+    return text + ("; the learning rate is not scaled" if shards > 1 else "")
 
 
 def _numerics(facts: Facts) -> str:
@@ -145,24 +145,26 @@ def _numerics(facts: Facts) -> str:
     parts = [f"precision {settings.precision}", f"seed {settings.seed}"]
     if facts.batch_norm and facts.shards > 1:
         whole = settings.batch_norm == "global"
-        parts.insert(0, f"batch norm over the {'global batch' if whole else 'shard: another model on other devices'}")
+        parts.insert(
+            0, f"batch norm over {'the global batch' if whole else 'each shard: results depend on the shard count'}"
+        )
     return ", ".join(parts)
 
 
 class Totals:
-    """Counts of a run, for its last line."""
+    """Counts of a run, for its summary line."""
 
     def __init__(self) -> None:
         self.examples = 0  # of global batches, over all processes
-        self.seconds = 0.0  # inside passes over the training data
-        self.checkpoints, self.checkpoint_seconds = 0, 0.0  # how many were written, and how long that took
-        # loader -> the seconds that it had waited when its last pass began or ended
+        self.seconds = 0.0  # total duration of passes over the training data
+        self.checkpoints, self.checkpoint_seconds = 0, 0.0  # number of checkpoints, and the time to write them
+        # loader -> its `waited` (seconds) when its last pass began or ended
         self._loaders: dict[Loader, float] = {}
-        self._began: float | None = None  # when the open pass began
+        self._began: float | None = None  # start of the current pass
         self._samples: deque[tuple[float, int]] = deque()  # (time, examples), for the rate
 
     def begin(self, loader: Loader, now: float) -> None:
-        """A pass begins. now: its first batch has come, and the time that it was waited for belongs to the pass."""
+        """Start a pass. now: the time at which its first batch arrived. Waiting for this batch belongs to the pass."""
         before = self._loaders.get(loader, 0.0)
         self._began = now - (loader.waited - before)
         self._loaders[loader] = loader.waited
@@ -185,7 +187,7 @@ class Totals:
         return sum(loader.waited for loader in self._loaders)
 
     def rate(self) -> float | None:
-        """Examples a second, over the last RATE_SECONDS or so of this pass."""
+        """Examples per second, over about the last RATE_SECONDS of this pass."""
         if self._began is None or not self._samples:
             return None
         now = time.perf_counter()
@@ -198,7 +200,7 @@ class Totals:
 
 
 def at_end(totals: Totals, steps: int, world: World) -> str:
-    """The line at the end of a run."""
+    """The summary line at the end of a run."""
     totals.end(time.perf_counter())
     seconds = max(totals.seconds, 1e-9)
     waiting = 100 * min(totals.waited() / seconds, 1.0)
@@ -212,12 +214,12 @@ def at_end(totals: Totals, steps: int, world: World) -> str:
 
 
 def logged(step: int, values: Mapping[str, float]) -> str:
-    """The line of a `run.log` outside of the loop."""
+    """Return the line to print for a `run.log` outside of the loop."""
     return "  ".join([f"step {step}", *(f"{key} {number(value)}" for key, value in values.items())])
 
 
 def number(value: float) -> str:
-    """Four digits; whole numbers whole."""
+    """Format a number with four significant digits. Integers below a million are not rounded."""
     if math.isfinite(value) and value == int(value) and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.4g}"

@@ -1,7 +1,8 @@
-"""Where logged values are written: by rank 0 only, through one small interface.
+"""Trackers write logged values, on rank 0 only, through one small interface.
 
-A tracker is told the step from which the run continues. What an earlier run left in the same place from later steps
-must not appear twice: JSON lines are removed, TensorBoard is told to purge, services continue the run that they had.
+A tracker receives the step from which the run continues. An earlier run may have logged later steps in the same
+directory. These must not appear twice: JsonLines removes them, TensorBoard hides them, and Weights & Biases and MLflow
+continue their earlier run.
 """
 
 from __future__ import annotations
@@ -23,31 +24,31 @@ Config = Mapping[str, "str | int | float | bool"]
 
 
 class Tracker(Protocol):
-    """What `run.add_tracker` takes.
+    """The interface for `run.add_tracker`.
 
-    It may have these methods too; what a tracker has no method for, it is not told:
-        log_hyperparameters(values): name -> string, number or truth value, at any time after begin.
+    Three more methods are optional. A tracker without such a method does not record these values:
+        log_hyperparameters(values): name -> string, number or boolean, at any time after begin.
         log_image(name, image, step, epoch): a NumPy array of uint8, (height, width, 3).
-        log_histogram(name, values, step, epoch): a NumPy array of floats, of one dimension.
+        log_histogram(name, values, step, epoch): a NumPy array of floats, with one dimension.
     """
 
     def begin(self, config: Config, step: int) -> None:
         """Called once, on rank 0, before the first value.
 
         Args:
-            config: the settings and the world, flat.
-            step: how many updates the run has made; more than 0 where it was restored.
+            config: the settings and the world, as a flat dict.
+            step: number of updates so far; not 0 if the run was restored.
         """
 
     def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
-        """Record global values after `step` updates."""
+        """Record means over all processes, after `step` updates."""
 
     def close(self) -> None:
         """Called at the end, if `begin` was called."""
 
 
 _REQUIRED = ("begin", "log", "close")
-_HOMES = {  # name -> (module, class, what must be installed, extra)
+_HOMES = {  # name -> (module, class, required package, extra)
     "jsonl": ("paceline.monitor.trackers", "JsonLines", None, None),
     "tensorboard": ("paceline.monitor.services", "TensorBoard", "tensorboard", "tensorboard"),
     "wandb": ("paceline.monitor.services", "WeightsAndBiases", "wandb", "wandb"),
@@ -56,7 +57,7 @@ _HOMES = {  # name -> (module, class, what must be installed, extra)
 
 
 def cannot_track(log_dir: str | None, names: Sequence[str]) -> str | None:
-    """Why these trackers could not write there, as the text of an error; None where they can."""
+    """Return the text of an error if these trackers cannot write to `log_dir`; None if they can."""
     if log_dir is None:
         return None
     for name in names:
@@ -72,23 +73,23 @@ def cannot_track(log_dir: str | None, names: Sequence[str]) -> str | None:
                 pass
     except OSError as error:
         return (
-            f"log_dir={log_dir!r}: rank 0 cannot write there: {error.strerror or error}. Give a directory that it may "
-            "write to, or none."
+            f"log_dir={log_dir!r}: rank 0 cannot write there: {error.strerror or error}. Use a writable directory, "
+            "or remove log_dir."
         )
     return None
 
 
 class TrackerSet:
-    """A run's trackers, on rank 0. One that fails is left out, with a warning: a curve is not worth a run."""
+    """A run's trackers, on rank 0. A tracker that fails is dropped with a warning: it must not end the run."""
 
     def __init__(self, log_dir: str | None, names: Sequence[str]) -> None:
         self._log_dir, self._names = log_dir, names if log_dir is not None else ()
-        self._added: list[Tracker] = []  # all of them
-        self._trackers: list[Tracker] = []  # those that have begun and not failed
+        self._added: list[Tracker] = []  # all trackers
+        self._trackers: list[Tracker] = []  # trackers that have begun and have not failed
         self._config: Config | None = None
         self._step = 0
         self._hyperparameters: dict[str, str | int | float | bool] = {}
-        self._media: list[tuple[str, str, Any, int, int]] = []  # images and histograms from before `begin`
+        self._media: list[tuple[str, str, Any, int, int]] = []  # images and histograms logged before `begin`
 
     def add(self, tracker: Tracker) -> None:
         self._added.append(tracker)
@@ -96,7 +97,7 @@ class TrackerSet:
             self._trackers.append(tracker)
 
     def _begin(self, tracker: Tracker) -> bool:
-        """Begin a tracker. Returns whether it succeeded."""
+        """Begin a tracker. Returns whether that succeeded."""
         known = self._hyperparameters
         return self._call(tracker, "begin", self._config, self._step) and (
             not known or self._call(tracker, "log_hyperparameters", known)
@@ -115,18 +116,20 @@ class TrackerSet:
             self.log_media(*one)
 
     def log(self, values: Mapping[str, float], step: int, epoch: int) -> None:
-        self.begin({}, step)  # where a script logs before it trains
+        self.begin({}, step)  # if a script logs before it trains
         self._trackers = [tracker for tracker in self._trackers if self._call(tracker, "log", values, step, epoch)]
 
     def log_hyperparameters(self, values: Config) -> None:
-        """Record hyperparameters, now or, before training begins, when it does."""
+        """Record hyperparameters. Before training, they are held until it begins."""
         self._hyperparameters |= values
         if self._config is not None:
             self._trackers = [one for one in self._trackers if self._call(one, "log_hyperparameters", values)]
 
     def log_media(self, method: str, name: str, value: Any, step: int, epoch: int) -> bool:
-        """Record an image or a histogram, now or, before training begins, when it does. method: log_image or
-        log_histogram. Returns whether any tracker has it, as far as that is known."""
+        """Record an image or a histogram. Before training, it is held until training begins.
+
+        method: "log_image" or "log_histogram". Returns whether any tracker has this method; before training, True.
+        """
         if self._config is None:
             self._media.append((method, name, value, step, epoch))
             return True
@@ -136,35 +139,38 @@ class TrackerSet:
 
     def close(self) -> None:
         if self._hyperparameters or self._media:
-            self.begin({}, 0)  # of a script that has not trained
+            self.begin({}, 0)  # the script has logged, but not trained
         for tracker in self._trackers:
             self._call(tracker, "close")
         self._trackers = []
 
     def _call(self, tracker: Tracker, method: str, *args: Any) -> bool:
-        """Call a method of a tracker, if it has it. Returns whether that succeeded."""
+        """Call a tracker's method, if the tracker has it. Returns False if the call failed."""
         try:
             if method in _REQUIRED or hasattr(tracker, method):
                 getattr(tracker, method)(*args)
             return True
         except Exception as error:
             warn(
-                f"the tracker {type(tracker).__name__} failed in {method} and is left out from here on: "
+                f"the tracker {type(tracker).__name__} failed in {method} and is dropped: "
                 f"{type(error).__name__}: {error}",
             )
             return False
 
 
 class JsonLines:
-    """metrics.jsonl: an object in each line, with step, epoch, time (seconds since 1970) and the values; null for one
-    that is not finite. Each line is in the file as soon as it is logged. The settings are in config.json beside it."""
+    """Writes metrics.jsonl, as soon as values are logged, and the settings to config.json beside it.
+
+    Each line is a JSON object with step, epoch, time (seconds since 1970) and the values. A value that is not finite
+    becomes null.
+    """
 
     FILE = "metrics.jsonl"
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / self.FILE
         self._config: dict[str, Any] = {}
-        # What is logged at the step where the run was restored may be in the file already.
+        # Values logged at the step of the restore may already be in the file.
         self._resumed_at: int | None = None
 
     def begin(self, config: Config, step: int) -> None:
@@ -185,7 +191,7 @@ class JsonLines:
         self._write_config()
 
     def log_histogram(self, name: str, values: Any, step: int, epoch: int) -> None:
-        """A line with the counts of 30 bins of equal width, and the 31 edges."""
+        """Write a line with the counts of 30 bins of equal width, and their 31 edges."""
         import numpy as np
 
         counts, edges = np.histogram(values, bins=30)
@@ -198,8 +204,8 @@ class JsonLines:
         if step == self._resumed_at:
             self._keep(lambda line: line.get("step") != step or not (values.keys() & line.keys()))
         finite = {key: value if math.isfinite(value) else None for key, value in values.items()}
-        own = {"step": step, "epoch": epoch, "time": round(time.time(), 3)}
-        line = json.dumps({**own, **{key: value for key, value in finite.items() if key not in own}})
+        position = {"step": step, "epoch": epoch, "time": round(time.time(), 3)}
+        line = json.dumps({**position, **{key: value for key, value in finite.items() if key not in position}})
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -207,7 +213,7 @@ class JsonLines:
         return None
 
     def _keep(self, wanted: Any) -> None:
-        """Replace the file, in one piece, by its lines that are wanted. A last line that a crash cut off goes."""
+        """Keep only the wanted lines of the file, atomically. Also drops a last line that a crash left incomplete."""
         kept = []
         for text in self._path.read_text(encoding="utf-8").splitlines():
             try:
@@ -224,7 +230,7 @@ class JsonLines:
         os.replace(part, self._path)
 
     def _put_aside(self) -> None:
-        """Rename an earlier run's file, which a new run must not overwrite: metrics-1.jsonl, and so on."""
+        """Rename an earlier run's file to metrics-1.jsonl, and so on, so that a new run does not overwrite it."""
         number = 1
         while (aside := self._path.with_name(f"metrics-{number}.jsonl")).exists():
             number += 1

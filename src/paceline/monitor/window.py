@@ -1,4 +1,4 @@
-"""What a process has logged since the last exchange: weighted sums by key, collected without reading the device."""
+"""Weighted sums of the values that a process has logged since the last exchange, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.metrics.weighted_sum import WeightedSum
 from paceline.step.loss import LossRecord
 from paceline.strategies.base import Weight
 
-# begins the keys of losses, before the number of the backward call and of a further term; no user's key begins so
+# The key of a loss: this prefix, the number of the backward call, and ".TERM" for a further term. No user's key has it.
 LOSS = "\0loss"
-CALLS = 8  # backward calls of a micro-batch that have a key of their own; later ones share the last one's
+CALLS = 8  # number of keys for the losses of a micro-batch; further backward calls share the last key
 
 _LOSSES = [f"{LOSS}{call}" for call in range(CALLS)]
 _CHANGED = (
@@ -26,10 +26,10 @@ _CHANGED = (
 
 
 class Window:
-    """Sums of value x weight, and of weight, by key.
+    """For each key, the sum of value x weight and the sum of weight.
 
-    A key stays where its weight is 0, as on an empty shard, so that the keys are the same on all ranks. The value
-    there, a mean over nothing, is left out.
+    On an empty shard a value is a mean over nothing. It is left out, but its key stays, with weight 0, so that all
+    ranks have the same keys.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,11 +50,11 @@ class Window:
         return found
 
     def add(self, key: str, value: Any, weight: Weight) -> None:
-        """Add a value that is a mean over `weight` things."""
+        """Add a mean over `weight` items."""
         self._sum(key, _CHANGED.format(key=key)).add(value, weight)
 
     def add_losses(self, losses: Iterable[LossRecord]) -> None:
-        """Add the losses that the step has recorded. A loss that the script has changed in place since is left out."""
+        """Add the losses that the step has recorded, except losses that the script has changed in place since then."""
         for call, value, count, request, summed, version, term in losses:
             weight: Weight
             if count is not None:
@@ -66,8 +66,11 @@ class Window:
             self._sum(f"{key}.{term}" if term else key, "").add(value, weight, summed=summed, version=version)
 
     def triples(self, keys: Iterable[str]) -> tuple[list[float], dict[int, Tensor]]:
-        """The sums of these keys: (on the host, [sum, weight, rest of the sum] of each key in turn; place of a key ->
-        the same on the device, where it has any)."""
+        """Return the sums of these keys as (host, device).
+
+        host: a flat list with three numbers per key: sum, weight, and the rest of the sum. device: the same three
+        numbers as a tensor, by the position of the key, for keys with sums on the device.
+        """
         host: list[float] = []
         device: dict[int, Tensor] = {}
         for place, key in enumerate(keys):
@@ -79,7 +82,7 @@ class Window:
         return host, device
 
     def totals(self) -> dict[str, tuple[float, float]]:
-        """key -> (sum, weight), of this process. Waits for the device."""
+        """Return this process's (sum, weight) by key. Waits for the device."""
         host, device = self.triples(self.keys)
         found = {}
         for place, key in enumerate(self.keys):
@@ -91,8 +94,10 @@ class Window:
 
 
 def means(sums: Mapping[str, Sequence[float]]) -> tuple[float | None, dict[str, float]]:
-    """Of key -> (sum, weight): the loss, which is the sum over the backward calls of their means, None without a call;
-    and the mean of each logged key, NaN where its weight is 0."""
+    """Return the loss, and the mean of each logged key (NaN if its weight is 0). sums: (sum, weight) by key.
+
+    The loss is the sum of the means of all backward calls; None if there was no call.
+    """
     ratios = {key: top / bottom if bottom else float("nan") for key, (top, bottom) in sums.items()}
     losses = [value for key, value in ratios.items() if key.startswith(LOSS)]
     values = {key: value for key, value in ratios.items() if not key.startswith(LOSS)}
@@ -100,25 +105,25 @@ def means(sums: Mapping[str, Sequence[float]]) -> tuple[float | None, dict[str, 
 
 
 def checked(values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `run.log` as one dict of numbers and detached 0-dim tensors. Raises UsageError."""
+    """Return the arguments of `run.log` as one dict of numbers and detached 0-dim tensors. Raises UsageError."""
     if values is not None and not isinstance(values, Mapping):
         raise UsageError(f"run.log takes a dict or keywords, such as run.log(accuracy=0.9), not {values!r}.")
     logged: dict[str, Any] = {}
     for key, value in {**(values or {}), **named}.items():
         if not isinstance(key, str) or not key or "\0" in key or "\n" in key:
-            raise UsageError(f"run.log: the name {key!r} is not a string of one line.")
+            raise UsageError(f"run.log: the name {key!r} is not a non-empty string of one line.")
         if isinstance(value, Tensor):
             if value.dim() or value.is_complex():
                 raise UsageError(
                     f"run.log({key}=...): a tensor of shape {tuple(value.shape)} and {value.dtype} is not one number. "
                     "Log its mean: value.mean()."
                 )
-            own, value = value, value.detach()
-            for name in ("loss_count", "loss_parts"):  # as the loss of forward_backward has them
-                if hasattr(own, name):
-                    setattr(value, name, getattr(own, name))
+            original, value = value, value.detach()
+            for name in ("loss_count", "loss_parts"):  # attributes of the loss of forward_backward
+                if hasattr(original, name):
+                    setattr(value, name, getattr(original, name))
         elif not isinstance(value, numbers.Real):
-            raise UsageError(f"run.log({key}={value!r}): a number or a 0-dim tensor is needed.")
+            raise UsageError(f"run.log({key}={value!r}): pass a number or a 0-dim tensor.")
         else:
             value = float(value)
         logged[key] = value

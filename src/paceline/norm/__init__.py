@@ -1,1 +1,1 @@
-"""Batch norm over the global batch, and parameters whose gradient is zero but for rounding (biases before it)."""
+"""Batch norm over the global batch. Biases before batch norm, which have no effect, get zero gradients."""

@@ -1,22 +1,24 @@
-"""The bias of a layer before batch norm: its gradient is made exactly zero.
+"""Sets the gradient of a bias before batch norm to exactly zero.
 
-Batch norm subtracts each channel's mean, so a number added to a whole channel before it changes nothing: the gradient
-of such a bias is zero. Autograd computes it as the sum of the gradients that the norm returns, which is zero up to
-rounding. Adam divides a gradient by its own size, and makes full steps of this rounding, other steps on another number
-of processes. Instance norm has the same property.
+Batch norm subtracts each channel's mean, so adding a number to a whole channel before the norm changes nothing: the
+gradient of such a bias is zero. Autograd computes it as the sum of the gradients that the norm returns, which is zero
+up to rounding. Adam divides a gradient by its magnitude, so it turns this rounding noise into full steps, which differ
+with the number of processes. Instance norm has the same property.
 
 1. A layer with a bias (LAYERS) computes its output from a detached bias. `_Attach` adds the edge from the output to the
-   bias. A BiasedOutput is attached to the output, one for each call of the layer.
-2. A norm that computes statistics from this very tensor passes it through `_Listen`. The backward of `_Listen` notes
-   the gradient dx that the norm returns. Summed over all examples of the statistics, dx is zero in each channel.
-3. The backward of `_Attach` gets the gradient g of the output, from all its uses. It returns the sum of g - dx for the
-   bias, which is the gradient of all uses but the norm. Where g is dx itself the norm is the only use: zero.
+   bias. Each call of the layer attaches a BiasedOutput to its output.
+2. A norm that computes statistics from this unchanged output passes it through `_Listen`. The backward of `_Listen`
+   records the gradient dx that the norm returns. Summed over all examples of the statistics, dx is zero in each
+   channel.
+3. The backward of `_Attach` gets the gradient g of the output, summed over all its uses. It returns the sum of g - dx
+   as the gradient of the bias: the contribution of all uses except the norm. If g is dx itself, the norm is the only
+   use, and the gradient is exactly zero.
 
-Nothing is assumed of what else a script does with the output, the bias or their gradients. Statistics of several
-replicas make only the sum of dx over all of them zero. So dx is left out only where all replicas leave it out
-(BiasedOutput.agreed, which is exchanged with the statistics).
+The script may use the output, the bias and their gradients in any other way. With statistics over several replicas,
+only the sum of dx over all of them is zero. So dx is left out only if all replicas leave it out (BiasedOutput.agreed,
+which is exchanged with the statistics).
 
-Under torch.compile, where gradients have no identity, torch's own gradient is kept.
+Under torch.compile, g cannot be compared with dx by identity, so torch's gradient is kept.
 """
 
 from __future__ import annotations
@@ -73,8 +75,9 @@ LAYERS: dict[type[nn.Module], tuple[_Compute, int]] = {
     nn.ConvTranspose2d: (_transposed(F.conv_transpose2d, 2), 4),
     nn.ConvTranspose3d: (_transposed(F.conv_transpose3d, 3), 5),
 }
-"""Layers that add their bias to each channel: the function of x and a bias, and the number of dimensions of an output
-whose channels are dimension 1. Subclasses do not count, since they may compute something else."""
+"""Layers that add their bias to each channel. For each, a function that computes its output from (layer, x, bias), and
+the number of dimensions of an output with its channels in dimension 1. Subclasses may compute something else, so they
+are not converted."""
 
 _CHANNEL = 1
 _BIASED_OUTPUT = "_paceline_biased_output"  # an attribute of a layer's output
@@ -82,18 +85,18 @@ _HAD_NO_EFFECT = "_paceline_bias_had_no_effect"  # an attribute of a layer
 
 
 class BiasedOutput:
-    """One output of a layer, until its backward."""
+    """A record of one output of a converted layer, until its backward."""
 
     __slots__ = ("agreed", "bias_dtype", "dx", "layer", "version")
 
     def __init__(self, layer: nn.Module, bias: Tensor) -> None:
         self.layer, self.bias_dtype = layer, bias.dtype
-        self.version = 0  # of the output; it has a later one when something was written to it
-        self.agreed: bool | Tensor = False  # whether all replicas that share the norm's statistics leave dx out
+        self.version = 0  # version of the output; an in-place change increases it
+        self.agreed: bool | Tensor = False  # do all replicas that share the norm's statistics leave dx out?
         self.dx: Tensor | None = None  # the gradient that the norm returned
 
     def bias_gradient(self, g: Tensor) -> Tensor:
-        """(C,), from the gradient g (n, C, ...) of the output."""
+        """Return the gradient of the bias, (C,), from the gradient g of the output, (n, C, ...)."""
         dx, self.dx = self.dx, None
         if dx is None or self.agreed is False:
             return self._over_channels(g)
@@ -111,12 +114,12 @@ class BiasedOutput:
 
 
 class _Attach(torch.autograd.Function):
-    """The output unchanged, with an edge to the bias that was added to it."""
+    """Returns the output unchanged, with an autograd edge to its bias."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, bias: Tensor, noted: BiasedOutput) -> Tensor:
         ctx.noted = noted
-        return output.detach()  # not a view of it, since an activation in place may follow
+        return output.detach()  # an in-place activation may follow, which torch does not allow on a view
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -124,7 +127,7 @@ class _Attach(torch.autograd.Function):
 
 
 class _Listen(torch.autograd.Function):
-    """x unchanged. The backward notes the gradient that the norm returns."""
+    """Returns x unchanged. The backward records the gradient that the norm returns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, noted: BiasedOutput) -> Tensor:
@@ -141,8 +144,8 @@ class _Listen(torch.autograd.Function):
 
 
 class _Converted(nn.Module):
-    """The base of converted layers. Each of their outputs has a BiasedOutput, whether a norm follows or not: if that
-    depended on earlier steps, a resumed run would round differently from one that was not stopped."""
+    """The base class of converted layers. Each output gets a BiasedOutput, even if no norm follows. If this depended on
+    earlier steps, a resumed run would round differently from an uninterrupted run."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = memo[id(self)] = type(self).__new__(type(self))
@@ -150,13 +153,13 @@ class _Converted(nn.Module):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle names torch's own class, and can be read without Paceline."""
+        """Pickle the layer as torch's class, so that the pickle can be read without Paceline."""
         state = {key: value for key, value in self.__getstate__().items() if key != _HAD_NO_EFFECT}
         return copyreg._reconstructor, (type(self).__bases__[1], object, None), state  # type: ignore[attr-defined]
 
 
 def _converted(kind: type[Any]) -> type[nn.Module]:
-    """The class of a converted layer of this class."""
+    """Create the converted class for a class of layers."""
     compute, dims = LAYERS[kind]
 
     @functools.wraps(kind.forward)
@@ -167,7 +170,7 @@ def _converted(kind: type[Any]) -> type[nn.Module]:
             or not self.training
             or args
             or kwargs
-            or input.dim() != dims  # channels are another dimension
+            or input.dim() != dims  # channels are in another dimension
             or not input.numel()  # an empty shard, which norms may skip
             or type(bias) not in (nn.Parameter, Tensor)  # such as a DTensor
             or not (bias.requires_grad and torch.is_grad_enabled())
@@ -198,13 +201,13 @@ def is_biased_output(x: Tensor) -> bool:
 
 
 def listen(x: Tensor, agreed: bool | Tensor = True) -> Tensor:
-    """The input of a norm that computes statistics from it, through `_Listen` where it is a layer's output.
+    """Pass x, the input of a norm, through `_Listen` if it is the output of a converted layer. Returns x otherwise.
 
-    agreed: for statistics of several replicas, (), whether all of them listen.
+    The norm must compute its statistics from x. agreed: (), do all replicas that share the statistics listen?
     """
     if not is_biased_output(x):
         return x
-    if isinstance(agreed, Tensor) and agreed.device.type == "cpu":  # reading it would wait for an accelerator
+    if isinstance(agreed, Tensor) and agreed.device.type == "cpu":  # on an accelerator, reading would wait
         agreed = bool(agreed)
     noted = getattr(x, _BIASED_OUTPUT)
     noted.agreed = agreed
@@ -213,7 +216,7 @@ def listen(x: Tensor, agreed: bool | Tensor = True) -> Tensor:
 
 
 def _listen(norm: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """A forward pre-hook of torch's own norms. It does nothing where a later hook may change the input."""
+    """A forward pre-hook of torch's norms, which calls `listen`. Does nothing if a later hook may change the input."""
     if torch.compiler.is_compiling():
         return None
     x = inputs[0]
@@ -232,8 +235,11 @@ def _uses_batch_statistics(norm: Any, x: Tensor) -> bool:
 
 
 def convert(model: nn.Module) -> None:
-    """Make the gradients of biases before norms zero: layers with a bias change their class, and norms get a hook. Only
-    where a model has both. A second call changes nothing. The norms of batchnorm.py call `listen` themselves."""
+    """Make a model compute zero gradients for biases before norms.
+
+    If the model has norms and layers with a bias, these layers change their class, and the norms get a hook. The norms
+    of batchnorm.py call `listen` themselves. A second call changes nothing.
+    """
     modules = list(model.modules())
     norms: list[Any] = [module for module in modules if isinstance(module, (BatchNormBase, InstanceNormBase))]
     channels = {norm.num_features for norm in norms}
@@ -245,22 +251,22 @@ def convert(model: nn.Module) -> None:
             layer.__class__ = _CLASSES[type(layer)]
         found = found or isinstance(layer, _Converted)
     for norm in norms:
-        own = type(norm).forward in (BatchNormBase.forward, InstanceNormBase.forward) and "forward" not in vars(norm)
-        if found and own and _listen not in forward_pre_hooks(norm).values():
+        plain = type(norm).forward in (BatchNormBase.forward, InstanceNormBase.forward) and "forward" not in vars(norm)
+        if found and plain and _listen not in forward_pre_hooks(norm).values():
             norm.register_forward_pre_hook(_listen)
 
 
 def without_effect(models: Iterable[nn.Module]) -> list[str]:
-    """Names of the layers whose bias was found to have no effect."""
+    """Return the names of layers with a bias that had no effect in training."""
     return [
         name for model in models for name, module in model.named_modules() if vars(module).get(_HAD_NO_EFFECT, False)
     ]
 
 
 def note(names: Sequence[str]) -> str:
-    """The message about these layers."""
+    """Return the message about layers with a bias that has no effect."""
     which = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return (
-        f"the bias of {which} has no effect, since batch norm follows: its gradient is zero, and is kept so, where "
-        "plain PyTorch has rounding there, of which Adam makes whole steps. Write bias=False."
+        f"the bias of {which} has no effect, since batch norm follows. Paceline sets its gradient to zero; in plain "
+        "PyTorch it is rounding noise, which Adam turns into full steps. Use bias=False."
     )

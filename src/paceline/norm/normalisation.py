@@ -1,4 +1,4 @@
-"""Batch norm over the whole global batch, or over each shard: what `batch_norm` chooses."""
+"""Batch norm over the whole global batch, or over each shard, by the setting `batch_norm`."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives
 from paceline.comm.means import PendingMeans, greatest_
+from paceline.comm.mesh import world_group
 from paceline.comm.tree_sums import Tree, TreeSums
 from paceline.data.batch_plan import Request
 from paceline.data.loader import Loader
 from paceline.errors import ModelError, UsageError
 from paceline.norm import batchnorm, biases
-from paceline.step.messages import FETCHED_AHEAD_IN_TURNS, batch_norm_cut
+from paceline.step.messages import FETCHED_AHEAD_IN_TURNS, batch_norm_split
 from paceline.strategies.base import Strategy
 from paceline.torch_private.core import BatchNormBase
 
 
 class Normalisation:
-    """Converts the batch norms of prepared models, and keeps their running statistics alike on all replicas.
+    """Converts the batch norms of prepared models, and keeps their running statistics the same on all replicas.
 
-    choice: "global" or "shard"; always "shard" for replicas that train apart. quiet: whether biases that have no effect
-    are not reported.
+    choice: "global" or "shard"; always "shard" for independent replicas. quiet: do not report biases that have no
+    effect.
     """
 
     def __init__(self, choice: str, strategy: Strategy, quiet: bool = False) -> None:
         self._strategy = strategy
-        self._choice = "shard" if strategy.mesh.independent else choice
+        # Statistics are over the global batch or over each shard. Independent replicas have separate statistics.
+        self.choice = "shard" if strategy.mesh.independent else choice
         self._found: list[nn.Module] = []  # batch norms of prepared models
-        self._told = quiet  # whether biases that have no effect were reported
+        self._reported = quiet  # have biases without effect been reported?
         self._in_sequence = _InSequence(strategy.plan.shards, strategy.store.sums)
 
     @property
@@ -41,11 +42,11 @@ class Normalisation:
         return bool(self._found)
 
     def convert(self, model: nn.Module) -> None:
-        """With "global", batch norms take their statistics over all replicas, which compute at the same time. With
-        "shard" they are unchanged, except that they skip an empty shard."""
-        known = set(self._found)  # of an earlier `prepare`
+        """Convert a model's batch norms. With "global", they then compute statistics over all replicas, which run at
+        the same time. With "shard", they stay unchanged, except that they skip an empty shard."""
+        known = set(self._found)  # from an earlier `prepare`
         present = [module for module in model.modules() if isinstance(module, BatchNormBase) and module not in known]
-        if present and self._choice == "global" and self._strategy.plan.shards > 1:
+        if present and self.choice == "global" and self._strategy.plan.shards > 1:
             batchnorm.convert(model)
         elif self._strategy.plan.shards > 1:
             for module in present:
@@ -55,43 +56,43 @@ class Normalisation:
         biases.convert(model)
 
     def on_yield(self, loader: Loader) -> None:
-        """A training loader yields. Raises ModelError where statistics would not be those of the whole global batch, on
-        any number of processes: then on each, so that a run that has begun can go on with fewer. Not before the first
-        yield, since a script may put batch norms into evaluation mode until then."""
+        """Handle a training loader's yield. Raises ModelError if statistics would not cover the whole global batch.
+        The result does not depend on the number of processes, so a run can always continue with fewer processes. The
+        check waits for the first yield, since a script may put batch norms into evaluation mode until then."""
         request, plan = loader.current, self._strategy.plan
         if request is None or not any(module.training for module in self._found):
             return
-        if self._choice != "global":
+        if self.choice != "global":
             if plan.sequential:
                 self._in_sequence.begin_yield(loader, request, self._found)
             return
         if plan.sequential:
             raise ModelError(
-                f"this process computes {plan.shards} shards one after the other, and the model has batch "
-                "norm, whose statistics are to be those of all shards together. Use a normalisation within the example "
-                "(GroupNorm, LayerNorm); or batch_norm='shard', which changes the model; or --strategy "
-                "data_parallel:devices=cpu,cpu (a device for each shard)."
+                f"this process computes {plan.shards} shards in sequence, but the model has batch norm over the global "
+                "batch, which needs all shards at once. Use a normalisation within the example (GroupNorm, "
+                "LayerNorm); or batch_norm='shard', which changes the model; or --strategy "
+                "data_parallel:devices=cpu,cpu (one device per shard)."
             )
-        if (cut := loader.cut_alone) is not None:
-            raise ModelError(batch_norm_cut(loader.name, *cut))
+        if (cut := loader.split_alone) is not None:
+            raise ModelError(batch_norm_split(loader.name, *cut))
 
     def average_statistics(self, models: Sequence[nn.Module], fetched_ahead: Callable[[], bool]) -> None:
-        """After an update, with "shard": running statistics become their mean over the shards, so that all replicas
-        evaluate the same model. (Replicas that train apart average them with their weights.) fetched_ahead: whether the
-        script has a batch of the next global batch already."""
+        """After an update with "shard", replace running statistics by their mean over the shards, so that all replicas
+        evaluate the same model. (Independent replicas average them with their weights.) fetched_ahead: returns whether
+        the script already has a batch of the next global batch."""
         if self._in_sequence.begun:
             if fetched_ahead():
                 raise UsageError(FETCHED_AHEAD_IN_TURNS)
             self._in_sequence.complete()
-        if not self._told and self._found:
-            self._told = True
+        if not self._reported and self._found:
+            self._reported = True
             names = biases.without_effect(models)
-            if names and collectives.rank_of() == 0:
+            if names and world_group().rank == 0:
                 print(f"paceline: {biases.note(names)}", file=sys.stderr)
         mesh, group = self._strategy.mesh, self._strategy.mesh.data
-        if not self._found or self._choice != "shard" or mesh.independent or self._strategy.plan.sequential:
+        if not self._found or self.choice != "shard" or mesh.independent or self._strategy.plan.sequential:
             return
-        if collectives.size_of(group) == 1:
+        if group.size == 1:
             return
         buffers = [
             buffer
@@ -103,16 +104,16 @@ class Normalisation:
         ]
         if buffers:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            mean = collectives.all_reduce(flat, group=group) / collectives.size_of(group)
+            mean = group.all_reduce(flat) / group.size
             for buffer, part in zip(buffers, mean.split([buffer.numel() for buffer in buffers]), strict=True):
                 buffer.copy_(part.view_as(buffer))
 
     def average_computed(self, norms: Iterable[BatchNormBase]) -> None:
-        """After running statistics were computed anew, as plain means over the batches of this replica: they become the
-        means over the shards of all replicas. A replica counts as often as it had a shard that was not empty. Nothing
-        to do where batch norm is over the global batch. Collective."""
+        """Replace recomputed running statistics by their means over the shards of all replicas. Call it after each
+        replica has recomputed them as plain means over its batches. A replica's weight is its number of non-empty
+        shards. Does nothing if batch norm is over the global batch. Collective."""
         group = self._strategy.mesh.data
-        if self._choice != "shard" or collectives.size_of(group) == 1:
+        if self.choice != "shard" or group.size == 1:
             return
         tensors, weights, counters = list[Tensor](), list[Tensor](), list[Tensor]()
         for norm in norms:
@@ -126,28 +127,28 @@ class Normalisation:
 
 
 class _InSequence:
-    """Running statistics of shards that are computed one after the other. Each shard starts from the statistics before
-    the global batch, as on a process of its own. Afterwards the statistics are the mean over all shards.
+    """Running statistics of shards that are computed in sequence. Each shard starts from the statistics before the
+    global batch, as on a separate process. Afterwards the statistics are the mean over all shards.
 
-    sums: adds over shards in one order, whichever process computes them. None: this process computes all shards.
+    sums: adds up the shards of all processes in a fixed order. None: this process computes all shards.
     """
 
     def __init__(self, shards: int, sums: TreeSums | None) -> None:
         self._shards, self._sums = shards, sums
-        self._leader: Loader | None = None  # that began the global batch; other loaders in the same loop do not count
+        self._leader: Loader | None = None  # the loader that began the global batch; other loaders do not count
         self._tensors: list[Tensor] = []  # running means and variances
-        self._counters: list[Tensor] = []  # numbers of batches tracked
-        self._start: list[Tensor] = []  # copies of both, from before the global batch
-        self._most: list[Tensor] = []  # the largest values of the counters after any shard
-        self._tree = Tree(shards)  # of the statistics after each shard
-        self._shard = shards  # the current one; `shards`: none
+        self._counters: list[Tensor] = []  # num_batches_tracked of each module
+        self._start: list[Tensor] = []  # copies of both lists, from before the global batch
+        self._most: list[Tensor] = []  # for each counter, its largest value after any shard
+        self._tree = Tree(shards)  # sums the statistics after each shard
+        self._shard = shards  # the current shard; `shards` means none
 
     def begin_yield(self, loader: Loader, request: Request, modules: Sequence[nn.Module]) -> None:
-        """The script is about to compute a micro-batch of a shard."""
+        """Handle a yield: the script is about to compute a micro-batch of a shard."""
         if self._leader is not loader and self._leader is not None and self._leader.current is not None:
             return
         if request.micro == 0:
-            self._restore()  # the last global batch may have been left before its end
+            self._restore()  # the script may have left the last global batch early
             self._begin(loader, modules)
         shard = request.parts[0].shard
         if shard != self._shard:
@@ -169,7 +170,7 @@ class _InSequence:
             buffer.copy_(start)
 
     def _end_shard(self) -> None:
-        """The current shard has been computed."""
+        """Record the statistics after the current shard."""
         if self._shard < self._shards:
             self._tree.put(self._shard, [buffer.clone() for buffer in self._tensors])
             self._most = [torch.maximum(a, b) for a, b in zip(self._most, self._counters, strict=True)]
@@ -180,7 +181,7 @@ class _InSequence:
         return self._leader is not None
 
     def complete(self) -> None:
-        """All shards of the global batch have been computed."""
+        """Average the statistics when all shards of the global batch have been computed."""
         self._end_shard()
         if self._sums is None:
             ((_, sums),) = self._tree.partial
@@ -190,7 +191,7 @@ class _InSequence:
             assert total is not None
             buffer.copy_(total / self._shards)
         if self._most:
-            most = collectives.all_reduce(torch.stack(self._most), op="max")
+            most = world_group().all_reduce(torch.stack(self._most), op="max")
             for counter, count in zip(self._counters, most.unbind(), strict=True):
                 counter.copy_(count)
         self._leader, self._start = None, []
@@ -200,7 +201,7 @@ _SKIPPED: Final = "_paceline_passed_over"
 
 
 def _skip_empty(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    """A zero-length input makes the running statistics of torch's batch norm NaN, unless it is in evaluation mode."""
+    """Switch to evaluation mode for an empty input in training, which would make the running statistics NaN."""
     if module.training and inputs[0].numel() == 0:
         module.training = False
         setattr(module, _SKIPPED, True)
@@ -213,5 +214,5 @@ def _after_empty(module: nn.Module, *_: object) -> None:
 
 
 def batch_norms(model: nn.Module) -> list[BatchNormBase]:
-    """Those of a model that keep running statistics."""
+    """The batch norms of a model that keep running statistics."""
     return [m for m in model.modules() if isinstance(m, BatchNormBase) and m.running_mean is not None]

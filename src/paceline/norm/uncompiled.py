@@ -1,7 +1,7 @@
 """Calls that torch.compile must not trace, such as the collectives of a batch norm.
 
-This module is imported at the first such call, since torch.compiler.disable imports torch._dynamo, which takes as long
-as torch itself. A script that makes an optimizer imports that anyway; one that only predicts does not.
+Import this module only at the first such call: torch.compiler.disable imports torch._dynamo, which doubles the time of
+importing torch. A script that creates an optimizer imports torch._dynamo anyway. A script that only predicts does not.
 """
 
 from __future__ import annotations

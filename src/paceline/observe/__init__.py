@@ -1,25 +1,25 @@
-"""The kit for observing a user's script: what it does, in which line, and with which tensors. No torch at its import.
+"""Tools that observe a user's script: its calls, their source lines, and their tensors. Does not import torch.
 
-The script may know nothing of Paceline. An observer runs in the script's own process, patches functions of torch when
-the script imports it (launcher/import_hook.py), and passes every argument and result on unchanged. It writes records;
-rules read them afterwards. `paceline doctor` and `paceline verify` are built of these parts:
+The script need not use Paceline. An observer runs in the script's process, patches functions of torch when the script
+imports torch (launcher/import_hook.py), and passes every argument and result through unchanged. It writes records, and
+rules read the records afterwards. `paceline doctor` and `paceline verify` are built from these parts:
 
-patching.py     One patcher. `Patches.around(owner, name, watch)` watches the calls of a function by a generator: code
+patching.py     One patcher. `Patches.around(owner, name, watch)` observes a function's calls with a generator: code
                 before its `yield` runs before the call, code after it runs after the call. `before` and `after` are
-                the short forms, `replace` puts in another function, `undo` puts all back.
-script_stack.py Where the current call is made. `ScriptStack(roots)` tells the script's frames from those of libraries,
-                of Paceline, and of what lies beneath (Python, torch). `caller()` is the innermost line of the script.
-                `anywhere` is for where it is not known which script runs.
-event_log.py    `EventLog`: the events of one process. It has the clock, without the observer's own time; it keeps the
-                observer's errors as events; and `few` bounds what costs too much to be done at every step.
-records.py      The file format of all logs: a JSON object a line. A reader may follow a file that is still written.
-digests.py      A tensor as numbers: `digest` (the same bits?), `row_digests`, `padded_rows`, `sample` (how far
-                apart?), `projections` (a number for each example).
-sketches.py     A large tensor as 256 numbers, of which norms, sums and multiples can still be read.
-source.py       The script's text as syntax trees: statements, functions, calls, assignments, by file and line.
-slicing.py      From a line that acts back to the line where a rank or a clock comes in.
-expressions.py  What an expression is made of, through names, parameters and functions; is the number of processes
-                among it?
+                short forms, `replace` installs another function, `undo` restores all originals.
+script_stack.py The script's line that makes the current call. `ScriptStack(roots)` distinguishes frames of the script,
+                of libraries, of Paceline, and of the layers beneath (Python, torch). `caller()` returns the innermost
+                line of the script. Use `anywhere` if the script is unknown.
+event_log.py    `EventLog`: the events of one process. Its clock excludes the observer's time, errors of the observer
+                become events, and `few` limits work that is too expensive for every step.
+records.py      The file format of all logs: one JSON object per line. A reader may follow a file while it is written.
+digests.py      A tensor as numbers: `digest` (are the bits equal?), `row_digests`, `padded_rows`, `sample` (how large
+                is the difference?), `projections` (one number per example).
+sketches.py     A large tensor as 256 numbers. They preserve norms, sums and multiples of tensors.
+source.py       The script's source as syntax trees: statements, functions, calls, assignments, by file and line.
+slicing.py      Trace a line back to the line that uses a rank or a clock.
+expressions.py  Trace an expression to its sources, through names, parameters and functions, for example to find out
+                whether the number of processes is one of them.
 
 A new observer, in four lines:
 
@@ -29,5 +29,5 @@ A new observer, in four lines:
         log.record("stepped", lr=optimizer.param_groups[0]["lr"])
     log.patches.around(torch.optim.SGD, "step", watch)
 
-source, slicing, expressions, records, script_stack and patching need no torch: rules on the host use them.
+source, slicing, expressions, records, script_stack and patching need no torch, so rules in the launcher can use them.
 """

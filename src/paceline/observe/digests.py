@@ -1,7 +1,7 @@
-"""Numbers that stand for the values of a tensor in a record.
+"""Numbers that represent the values of a tensor in a record.
 
-`digest` and `row_digests` tell equal values from others; `sample` shows how far two tensors are apart; `projections` do
-both for each row of a batch. Sketches of whole gradients, whose sums and multiples can be compared, are in sketches.py.
+`digest` and `row_digests` show whether values are equal. `sample` shows the size of a difference. `projections` shows
+both for each row of a batch. Sketches of whole gradients, for comparing sums and multiples, are in sketches.py.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
-SOME = 512  # about so many elements, at equal distances, are enough to know a tensor by
-_ROW_ELEMENTS, _MAX_ROWS = 64, 256  # elements of a row; rows of a batch
+SOME = 512  # about this many elements, evenly spaced, are enough to recognise a tensor
+_ROW_ELEMENTS, _MAX_ROWS = 64, 256  # elements to read from a row; rows to read from a batch
 _SAMPLE_ELEMENTS = 6
-_MAX_ELEMENTS_READ = 1 << 20  # of a larger tensor, elements at equal distances are projected
-_MAX_STEPS, _MAX_PADDED = 8192, 65536  # of a row that may be padded: its steps, its elements
+_MAX_ELEMENTS_READ = 1 << 20  # in a larger tensor, only evenly spaced columns are projected
+_MAX_STEPS, _MAX_PADDED = 8192, 65536  # padded_rows: limits for the steps and the elements of a row
 
 
 def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
-    """The tensors of a batch, in lists, tuples and mappings: a dict, or transformers' BatchEncoding, which is none."""
+    """Yield the tensors in nested lists, tuples and mappings (transformers' BatchEncoding is a mapping but no dict)."""
     if isinstance(batch, torch.Tensor):
         yield batch
     elif depth < 4:
@@ -36,7 +36,7 @@ def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
 def digest(*tensors: torch.Tensor, most: int | None = None) -> str:
     """A checksum of the bits of these tensors.
 
-    most: about so many elements of each, at equal distances. None: all of them.
+    most: read about this many evenly spaced elements of each tensor. None: read all elements.
     """
     made = hashlib.sha1(usedforsecurity=False)
     for tensor in tensors:
@@ -59,7 +59,7 @@ def _as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def sample(tensor: torch.Tensor) -> list[float]:
-    """[number of elements, sum of magnitudes, sum, some elements]."""
+    """Return [number of elements, sum of magnitudes, sum, *some elements]."""
     flat = tensor.detach().reshape(-1)
     values = flat[:: max(1, flat.numel() // _SAMPLE_ELEMENTS)][:_SAMPLE_ELEMENTS].double()
     size = torch.stack([flat.abs().sum(dtype=torch.float64), flat.sum(dtype=torch.float64)])
@@ -67,11 +67,11 @@ def sample(tensor: torch.Tensor) -> list[float]:
 
 
 def padded_rows(tensor: torch.Tensor) -> list[list[int]] | None:
-    """For each row of a batch of sequences, (rows, steps) or (rows, steps, features), what is left of it without its
-    padding, which may be on the right or on the left: the number of steps; then for each side the number of equal steps
-    at the end, a checksum of such a step, of the others and of all. None for other tensors.
+    """Describe each row of a batch of sequences, (rows, steps) or (rows, steps, features), regardless of padding.
 
-    Two batches pad one example to different widths; these numbers still show that it is the same.
+    Two batches may pad the same example to different widths, on the right or on the left. These numbers still identify
+    the example: [number of steps, *right side, *left side]. Each side has the number of equal steps at its end, and
+    checksums of one such step, of the other steps, and of all steps. Returns None for other tensors.
     """
     if tensor.dim() not in (2, 3) or not 1 < tensor.shape[1] <= _MAX_STEPS or tensor[0].numel() > _MAX_PADDED:
         return None
@@ -81,7 +81,7 @@ def padded_rows(tensor: torch.Tensor) -> list[list[int]] | None:
 
 
 def _side(data: np.ndarray) -> list[list[int]]:  # (rows, steps, features)
-    """For each row: the number of equal steps at its end, and checksums of such a step, of the others, of all."""
+    """For each row: the number of equal steps at its end, and checksums of one of them, of the other steps, of all."""
     steps = data.shape[1]
     unlike = (data != data[:, -1:]).any(axis=2)
     real = np.where(unlike.any(axis=1), steps - unlike[:, ::-1].argmax(axis=1), 0).tolist()
@@ -94,11 +94,11 @@ def _head(row: np.ndarray, steps: int) -> int:
 
 
 def projections(rows: torch.Tensor) -> list[float]:  # rows: (rows, columns)
-    """The scalar product of each row with fixed weights. What is not finite is 1e308: JSON knows no other."""
+    """The scalar product of each row with fixed weights. Values that are not finite become 1e308, for JSON."""
     if rows.is_complex():
         rows = torch.view_as_real(rows).flatten(1)
     rows = rows[:, :: max(1, rows.numel() // _MAX_ELEMENTS_READ)].to("cpu", torch.float64)
-    # A mask of infinities stands in rows of scores: one would hide all other numbers of its row.
+    # Rows of scores may contain infinities as a mask: a single infinity would hide all other numbers of its row.
     rows = rows.nan_to_num(nan=math.nan, posinf=1.0, neginf=-1.0)
     return [finite(value) for value in (rows @ _weights(rows.shape[1])).tolist()]
 
@@ -109,6 +109,6 @@ def _weights(columns: int) -> torch.Tensor:
 
 
 def finite(value: complex) -> float:
-    """The number, or 1e308 where it is not finite."""
+    """The real part of a number, or 1e308 if it is not finite."""
     number = float(value.real)
     return number if math.isfinite(number) else 1e308

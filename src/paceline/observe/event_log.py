@@ -1,7 +1,7 @@
-"""The event log of one process: what was observed of its script, in order.
+"""The event log of one process: observations of its script, in order.
 
-An event is a record (records.py) with the fields `k`, its kind; `t`, seconds without the observer's own; and `at`,
-[file, line] of the script, or []. The other fields belong to the kind.
+An event is a record (records.py) with the fields `k` (the kind), `t` (seconds, without the observer's time) and `at`
+([file, line] of the script, or []). The other fields depend on the kind.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ _FLUSH_SECONDS = 0.2
 
 
 class EventLog:
-    """The events of one process. It says where in the script an event happens, and holds the patches that observe.
+    """The events of one process. It finds the script's line of each event, and holds the observer's patches.
 
     Code of an observer runs in `overhead()`: its time is left out of all recorded times, and its errors become events.
 
     Args:
         path: the file.
-        stack: whose code is on the stack.
-        shared: what the recorders that write into this log know of each other.
+        stack: finds the script's lines on the call stack.
+        shared: the state that the recorders of this log share.
     """
 
     def __init__(self, path: str, stack: ScriptStack, shared: Any = None) -> None:
         self.stack, self.shared = stack, shared
         self.patches = Patches(lambda: self.active, self.overhead)
         self._overhead_seconds = 0.0
-        self._block_began: float | None = None  # of the outermost `overhead()`: the clock stands still in it
+        self._block_began: float | None = None  # start of the outermost `overhead()`: the clock stops inside it
         self._pid = os.getpid()
         self._flushed = 0.0
         self._counts: Counter[str] = Counter()
         self._file = RecordFile(path, MAX_EVENTS)
-        os.register_at_fork(after_in_child=self.stop)  # a DataLoader's worker records nothing here
+        os.register_at_fork(after_in_child=self.stop)  # a forked DataLoader worker does not write to this log
         atexit.register(self.finish)
 
     def record(self, kind: str, /, at: list[Any] | None = None, now: bool = False, **values: Any) -> None:
         """Write an event.
 
         Args:
-            at: [file, line] of the script; None: the line that makes the current call.
-            now: flush, since another process reads this event while the script runs.
+            at: [file, line] of the script; None: the line of the current call.
+            now: also flush the file, since another process reads this event while the script runs.
         """
         if not self.active:
             return
@@ -69,13 +69,13 @@ class EventLog:
         return self._pid != 0
 
     def few(self, what: str, most: int) -> bool:
-        """Count one more of these. Are there no more than `most` so far? For what costs too much to be done always."""
+        """Count one more `what`. Returns whether the count is at most `most`, to limit work that is expensive."""
         self._counts[what] += 1
         return self._counts[what] <= most
 
     @contextmanager
     def overhead(self) -> Iterator[None]:
-        """Count the time of this block as overhead, and record an error in it as an event instead of raising it."""
+        """Count the time of this block as overhead. An error in the block is recorded instead of raised."""
         outermost, began = self._block_began is None, time.perf_counter()
         if outermost:
             self._block_began = began
@@ -89,22 +89,22 @@ class EventLog:
                 self._block_began = None
 
     def clock(self) -> float:
-        """Seconds, without overhead."""
+        """Seconds on a clock that excludes overhead."""
         now = time.perf_counter() if self._block_began is None else self._block_began
         return now - self._overhead_seconds
 
     def flush(self) -> None:
-        """Write the buffer to the file: this process may be about to wait for ever."""
+        """Write the buffer to the file. Call it before a wait that may never end."""
         if self.active:
             self._file.flush()
 
     def stop(self) -> None:
-        """Record nothing more: this process is a forked child, or its script has failed."""
+        """Stop recording: this process is a forked child, or its script has failed."""
         if self._pid == os.getpid():
             self._file.flush()
         self._pid = 0
 
     def finish(self) -> None:
-        """Record that the script has come to its end."""
+        """Record that the script has finished."""
         if self.active and os.getpid() == self._pid:
             self.record("end", at=[], now=True, failed=os.path.exists(os.environ.get(ERROR_FILE, "")))

@@ -1,6 +1,6 @@
-"""Where the numbers in an expression of the script come from: its text, and that of what its names were set to.
+"""Trace the numbers in an expression of the script to their sources, through the assignments to its names.
 
-Among them the number of processes, which has many names.
+A rule can then ask whether the expression depends on the number of processes, which has many names.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ WORLD = re.compile(
 RATE = re.compile(r"\blr\b|learning_?rate|_lr\b|\blr_|base_lr|\['lr'\]", re.IGNORECASE)
 BATCH = re.compile(r"batch", re.IGNORECASE)
 _IS_WORLD = re.compile(r"get_world_size\(|WORLD_SIZE")
-_READS = ("get_world_size", "int", "get", "getenv", "max")  # calls that give that number
+_READS = ("get_world_size", "int", "get", "getenv", "max")  # calls that return the number of processes
 _MICRO_BATCHES = re.compile(r"accum|micro|chunk", re.IGNORECASE)
-_NEAR = 8  # lines within which what is reduced is divided
+_NEAR = 8  # search for the division of a reduced value within this many lines
 _MAX_DEPTH, _MAX_PIECES = 5, 40
-_MAX_TEXT_DEPTH = 3  # how far assignments to the names in a call's arguments are followed, as text
-# Functions whose result is a number made of their arguments.
+_MAX_TEXT_DEPTH = 3  # call_arguments follows this many levels of assignments
+# Functions that compute a number from their arguments.
 _ARITHMETIC = ("len", "int", "float", "max", "min", "round", "ceil", "floor", "abs", "sum")
 
 
@@ -55,11 +55,11 @@ class Piece:
 
     @property
     def text(self) -> str:
-        """Its text, with `world_size` for what stands for the number of processes."""
+        """The text of the expression, with `world_size` in place of any name for the number of processes."""
         return world_pattern(self.file).sub("world_size", ast.unparse(self.node))
 
     def operands(self, *operators: type[ast.operator]) -> Iterator[tuple[str, str]]:
-        """(left, right) of the operations of these kinds in it."""
+        """(left operand, right operand) of each operation of these kinds in the expression, as text."""
         world = world_pattern(self.file)
         for n in ast.walk(self.node):
             if isinstance(n, ast.BinOp) and isinstance(n.op, operators):
@@ -68,7 +68,7 @@ class Piece:
 
 @cache
 def world_pattern(file: str) -> re.Pattern[str]:
-    """A pattern of what stands for the number of processes: the usual names, and those assigned from them."""
+    """A pattern for the number of processes: its usual names, and names that the file assigns from it."""
     names = {
         target.id
         for node in nodes_of(file)
@@ -85,7 +85,7 @@ def world_pattern(file: str) -> re.Pattern[str]:
 
 @cache
 def accumulates(file: str, line: int) -> bool:
-    """Does a line stand in a loop over micro-batches, by the words in the loop's head?"""
+    """Is a line in a loop over micro-batches? The words in the head of the innermost `for` loop decide."""
     loops = [n for n in nodes_of(file) if isinstance(n, ast.For) and holds(n, line)]
     innermost = max(loops, key=lambda n: n.lineno, default=None)
     return innermost is not None and bool(
@@ -94,7 +94,7 @@ def accumulates(file: str, line: int) -> bool:
 
 
 def divisions(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.expr, ast.expr, int]]:
-    """(what is divided, by what, the line) of the divisions by `/` and `/=` among these nodes."""
+    """(dividend, divisor, line) of each division by `/` and `/=` among these nodes."""
     for n in nodes:
         if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Div):
             yield n.target, n.value, n.lineno
@@ -103,7 +103,7 @@ def divisions(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.expr, ast.expr, in
 
 
 def divided_by_world(file: str, line: int) -> bool:
-    """Is what is sent at a line divided by the number of processes within a few lines of the same function?"""
+    """Is the value that a call at this line sends divided by the number of processes within the next few lines?"""
     if tree_of(file) is None:
         return False
     nodes, world = list(ast.walk(scope_at(file, line))), world_pattern(file)
@@ -119,7 +119,11 @@ def call_line(kind: str, *lines: list[Any]) -> list[Any] | None:
 
 
 def call_arguments(kind: str, *lines: list[Any]) -> str:
-    """The text of that call's arguments and of assignments to names in it; `world_size` for any such name."""
+    """The text of the arguments of the first call of this class or function, except its first positional argument.
+
+    Includes the text of assignments to the names in the arguments. `world_size` replaces any name for the number of
+    processes. "" if there is no such call.
+    """
     file, node = next(_calls(kind, lines), ("", None))
     if node is None:
         return ""
@@ -137,16 +141,16 @@ def _calls(kind: str, lines: Sequence[list[Any]]) -> Iterator[tuple[str, ast.Cal
 
 
 def call_at(line: list[Any] | None) -> ast.Call | None:
-    """The outermost call in the innermost statement at a line; None where there is none."""
+    """The outermost call in the innermost statement at a line; None if there is none."""
     statement = statement_at(*line) if line else None
     calls = calls_in(ast.walk(statement.node)) if line and statement is not None else ()
     return next((n for n in calls if line and holds(n, line[1])), None)
 
 
 def pieces(files: Sequence[str], file: str, expressions: Sequence[ast.expr]) -> list[Piece]:
-    """The expressions, and those that the names, attributes, parameters and functions in them stand for.
+    """These expressions, and the expressions that define the names, attributes, parameters and functions in them.
 
-    files: of the script, in which assignments to an attribute are looked for.
+    files: the script's files, searched for assignments to attributes.
     """
     found: list[Piece] = []
     known: set[tuple[str, int, int]] = set()
@@ -164,7 +168,7 @@ def pieces(files: Sequence[str], file: str, expressions: Sequence[ast.expr]) -> 
 
 
 def _sources(files: Sequence[str], piece: Piece) -> Iterator[Piece]:
-    """What the names in an expression stand for."""
+    """The expressions that define the names, attributes, parameters and functions in an expression."""
     inside = {id(part) for n in ast.walk(piece.node) if isinstance(n, ast.Attribute) for part in ast.walk(n.value)}
     for n in ast.walk(piece.node):
         if isinstance(n, ast.Attribute):
@@ -183,7 +187,7 @@ def _sources(files: Sequence[str], piece: Piece) -> Iterator[Piece]:
 
 
 def _set_to(file: str, nodes: Iterable[ast.AST], name: str, attribute: bool = False) -> Iterator[Piece]:
-    """The numbers that are assigned to a name, or to an attribute of any object."""
+    """The expressions, if they may be numbers, that are assigned to a name or to an attribute of any object."""
     for n in nodes:
         for target, value in assigned(n):
             mine = isinstance(target, ast.Attribute) and target.attr == name
@@ -192,20 +196,20 @@ def _set_to(file: str, nodes: Iterable[ast.AST], name: str, attribute: bool = Fa
 
 
 def _is_number(file: str, value: ast.expr) -> bool:
-    """May an expression be a number, and no object that a constructor makes?"""
+    """May an expression be a number, rather than a container or an object made by a constructor?"""
     if not isinstance(value, ast.Call):
         return not isinstance(value, (ast.Dict, ast.List, ast.Set, ast.Lambda))
     return called(value) in _ARITHMETIC or any(f.name == called(value) for f in functions(file))
 
 
 def _returned(file: str, name: str) -> Iterator[ast.expr]:
-    """What a function or property of the script returns."""
+    """The return values of a function or property of the script."""
     returns = (n for f in functions(file) if f.name == name for n in ast.walk(f) if isinstance(n, ast.Return))
     return (n.value for n in returns if n.value is not None)
 
 
 def _option_default(file: str, name: str) -> Iterator[ast.expr]:
-    """The default of an option of argparse's or click's whose value has this name."""
+    """The default of an argparse or click option with this name."""
     for n in calls_of(file, "add_argument", "option"):
         flags = [a.value for a in n.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
         default = keyword(n, "default")
@@ -214,7 +218,7 @@ def _option_default(file: str, name: str) -> Iterator[ast.expr]:
 
 
 def _arguments(files: Sequence[str], scope: Any, name: str) -> Iterator[Piece]:
-    """What calls of a function, or of the class whose constructor it is, give for its parameter."""
+    """The arguments that calls pass for a parameter of this function. For an `__init__`: calls of its class."""
     names = [a.arg for a in (*scope.args.posonlyargs, *scope.args.args)]
     if name not in names and name not in [a.arg for a in scope.args.kwonlyargs]:
         return
@@ -234,6 +238,6 @@ def text_of(found: Sequence[Piece]) -> str:
 
 
 def divided_by(piece: Piece, pattern: re.Pattern[str], unless: re.Pattern[str] | None = None) -> bool:
-    """Does an expression divide by something of this pattern? unless: what is divided has this pattern."""
+    """Does an expression divide by something that matches `pattern`? unless: a pattern of dividends to ignore."""
     parts = piece.operands(ast.Div, ast.FloorDiv)
     return any(pattern.search(right) and not (unless and unless.search(left)) for left, right in parts)

@@ -1,4 +1,4 @@
-"""Functions in the place of others, until they are put back. Imports no torch by itself."""
+"""Replace functions, and restore them later. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Watch = Callable[..., Generator[None, Any, None]]
 
 
 class Patches:
-    """Replaced functions.
+    """Replaces functions, and restores them.
 
     Args:
-        active: Is something observed now? Otherwise `around`, `before` and `after` do nothing.
-        guard: A context for the code of the observer, such as one that measures its time and keeps its errors.
+        active: returns whether calls are observed now. If not, `around`, `before` and `after` only make the call.
+        guard: a context for the observer's code, for example to measure its time and catch its errors.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class Patches:
         self._undo: list[Callable[[], None]] = []
 
     def replace(self, owner: Any, name: str, function: Any) -> None:
-        """Put `function` at `owner.name`, as it is."""
-        own = name in vars(owner)  # or else it is inherited
+        """Set `owner.name` to this function."""
+        own = name in vars(owner)  # otherwise it is inherited
         self._undo.append(partial(setattr, owner, name, getattr(owner, name)) if own else partial(delattr, owner, name))
         setattr(owner, name, function)
 
     def wrap(self, owner: Any, name: str, make: Callable[[Function], Function]) -> None:
-        """Put `make(the original)` at `owner.name`, with the original's name, documentation and signature."""
+        """Set `owner.name` to `make(original)`, with the name, docstring and signature of the original."""
         original = getattr(owner, name)
         made = make(original)
         vars(made).update({k: v for k, v in getattr(original, "__dict__", {}).items() if k not in vars(made)})
@@ -46,11 +46,11 @@ class Patches:
         self.replace(owner, name, made)
 
     def around(self, owner: Any, name: str, watch: Watch) -> None:
-        """Watch the calls of `owner.name`.
+        """Observe the calls of `owner.name`.
 
         `watch` is a generator function that takes the arguments of a call. Its code before the `yield` runs before the
-        call. `yield` gives the result, or raises the error of the call, and the rest runs after the call. A generator
-        that ends before its `yield` takes no interest in this call.
+        call. The `yield` returns the result of the call, or raises its error, and the code after the `yield` runs after
+        the call. A generator that ends before its `yield` ignores the call.
         """
         from torch import compiler  # the script has imported torch by now
 
@@ -62,12 +62,12 @@ class Patches:
                 with self._guard():
                     begun = watch(*args, **options)
                     call = begun if next(begun, self) is not self else None
-                if call is None:  # it takes no interest
+                if call is None:  # the generator ignores this call
                     return original(*args, **options)
                 try:
                     result = original(*args, **options)
                 except BaseException as error:
-                    own = error.__traceback__  # without the lines of the observer, which `throw` adds
+                    own = error.__traceback__  # without the observer's lines, which `throw` adds
                     with self._guard(), contextlib.suppress(type(error), StopIteration):
                         call.throw(error)
                     error.__traceback__ = own
@@ -81,16 +81,16 @@ class Patches:
         self.wrap(owner, name, make)
 
     def before(self, owner: Any, name: str, record: Callable[..., None]) -> None:
-        """Call `record` with the arguments of each call of `owner.name`, before it."""
+        """Before each call of `owner.name`, call `record` with the same arguments."""
 
         def watch(*args: Any, **options: Any) -> Generator[None, Any, None]:
             record(*args, **options)
-            yield from ()  # after the call there is nothing to do
+            yield from ()  # nothing to do after the call
 
         self.around(owner, name, watch)
 
     def after(self, owner: Any, name: str, record: Callable[..., None]) -> None:
-        """Call `record` with the arguments of each call of `owner.name` that raises nothing, after it."""
+        """After each successful call of `owner.name`, call `record` with the same arguments."""
 
         def watch(*args: Any, **options: Any) -> Generator[None, Any, None]:
             yield
@@ -99,6 +99,6 @@ class Patches:
         self.around(owner, name, watch)
 
     def undo(self) -> None:
-        """Put all originals back."""
+        """Restore all originals."""
         while self._undo:
             self._undo.pop()()

@@ -1,4 +1,4 @@
-"""Files of records: one JSON object a line, written by one process, and read by others while it writes."""
+"""Files of records: one JSON object per line, written by one process, and read by others while it writes."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ class RecordFile:
     """The file of one process.
 
     Args:
-        path: The file; it begins empty.
-        most: No more records than that are written, so that a run of days fills no disk. None: all are.
+        path: the file; it starts empty.
+        most: write at most this many records, so that a run of days cannot fill the disk. None: no limit.
     """
 
     def __init__(self, path: str, most: int | None = None) -> None:
-        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # for as long as the process lives
+        self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # open while the process lives
         self._left = most
 
     def write(self, record: Record, now: bool = False) -> bool:
-        """Write a record, if there is room. Returns whether there was.
+        """Write a record unless the limit is reached. Returns whether it was written.
 
-        now: flush, since another process waits for this record, or this process may be about to wait for ever.
+        now: flush, because another process waits for this record, or this process may be about to wait forever.
         """
         if self._left is not None:
             if not self._left:
@@ -46,11 +46,11 @@ class RecordReader:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._offset, self._rest = 0, ""  # how far the file has been read; its incomplete last line
+        self._offset, self._rest = 0, ""  # position in the file; text of its incomplete last line
 
     def read(self) -> list[Record]:
-        """The records that are new; [] where there is no file. What is no JSON is left out: the end of a process that
-        was killed, and that another one has written after."""
+        """Return the records since the last call; [] if there is no file. Lines that are not JSON are skipped: a killed
+        process may leave an incomplete line, and another process may write after it."""
         try:
             with open(self.path, encoding="utf-8") as file:
                 file.seek(self._offset)
@@ -69,7 +69,7 @@ class RecordReader:
 
 
 def read_records(path: str) -> list[Record]:
-    """All records of a file, without an incomplete last one."""
+    """All records of a file except an incomplete last one."""
     return RecordReader(path).read()
 
 

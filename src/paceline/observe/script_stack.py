@@ -1,6 +1,6 @@
-"""Where in the user's script the current call is made; and whose code is in a file.
+"""Find the line of the user's script that makes the current call, and the owner of the code in a file.
 
-Nothing is decided by where Paceline itself lies: it may be a checkout, or installed among the libraries.
+Nothing depends on the location of Paceline: it may be a checkout or an installed library.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ Place = tuple[str, int]
 _PACELINE = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
 _PYTHON = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")}
 _PYTHON.add(os.path.dirname(os.path.realpath(os.__file__)))
-_INSTALLED = ("site-packages", "dist-packages")  # Debian's name for it is the second
-_MAX_CALLS = 24  # frames of call_stack
+_INSTALLED = ("site-packages", "dist-packages")  # the second is Debian's name
+_MAX_CALLS = 24  # largest number of frames in call_stack
 
 
 class Owner(enum.Enum):
     SCRIPT = enum.auto()
     LIBRARY = enum.auto()
     PACELINE = enum.auto()
-    BENEATH = enum.auto()  # Python and torch, on which all stand: their frames say nothing about what a script does
+    BENEATH = enum.auto()  # Python and torch: all code uses them, so their frames say nothing about the script
 
 
 class ScriptStack:
-    """Whose code the frames of the current call are.
+    """Finds the owners of the frames of the current call.
 
-    A root is a file of the script's, or a folder. The code in the folder of a file, and below it, is the script's, but
-    not what is installed there, as into a virtual environment. A script may itself be installed: then its own folder
-    counts, if that is not the one that holds all libraries. Without roots all code is the script's that is not
-    installed.
+    A root is a file or folder of the script. Code in a root folder, or in the folder of a root file, belongs to the
+    script. Code that is installed inside this folder, for example in a virtual environment, does not. A script may
+    itself be installed: its folder then belongs to the script, unless it is the folder of all libraries. Without
+    roots, all code that is not installed belongs to the script.
     """
 
     def __init__(self, roots: Iterable[str] | None = None) -> None:
@@ -54,13 +54,13 @@ class ScriptStack:
                 self._folders.append(folder)
 
     def owner_of(self, name: str) -> Owner:
-        """name: `co_filename` of the code."""
+        """The owner of code. name: its `co_filename`."""
         if name not in self._known:
             self._known[name] = self._find_owner(name)
         return self._known[name]
 
     def _find_owner(self, name: str) -> Owner:
-        if name.startswith("<"):  # frozen modules, code that is made at run time
+        if name.startswith("<"):  # frozen modules, code made at run time
             return Owner.BENEATH
         path = os.path.realpath(name)
         if path in self._files:
@@ -75,7 +75,7 @@ class ScriptStack:
         return Owner.SCRIPT if owned else Owner.LIBRARY
 
     def frames(self, *owners: Owner) -> Iterator[FrameType]:
-        """The frames of the current call with code of these owners, the innermost first."""
+        """The frames of the current call with code of these owners, innermost first."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if self.owner_of(frame.f_code.co_filename) in owners:
@@ -83,44 +83,44 @@ class ScriptStack:
             frame = frame.f_back
 
     def owns(self, file: str) -> bool:
-        """Is a file of code the script's own?"""
+        """Does the code in a file belong to the script?"""
         return self.owner_of(file) is Owner.SCRIPT
 
     def caller(self, skip: Callable[[FrameType], bool] | None = None) -> list[Any]:
-        """[file, line] of the script's innermost frame; [] where there is none.
+        """[file, line] of the script's innermost frame; [] if there is none.
 
-        skip: frames to leave out, unless there are no others.
+        skip: ignore these frames if there are others.
         """
         lines = self.script_stack(1, skip) or (self.script_stack(1) if skip else [])
         return next(iter(lines), [])
 
     def script_stack(self, most: int = 6, skip: Callable[[FrameType], bool] | None = None) -> list[list[Any]]:
-        """[file, line] of the script's frames, the innermost first, without those to `skip`."""
+        """[file, line] of the script's frames, innermost first, except those to `skip`."""
         own = (f for f in self.frames(Owner.SCRIPT) if skip is None or not skip(f))
         return [[f.f_code.co_filename, f.f_lineno] for f in islice(own, most)]
 
     def call_stack(self) -> list[list[Any]]:
-        """[file, line] of the frames of the script and of its libraries, the innermost first."""
+        """[file, line] of the frames of the script and of its libraries, innermost first."""
         frames = islice(self.frames(Owner.SCRIPT, Owner.LIBRARY), _MAX_CALLS)
         return [[f.f_code.co_filename, f.f_lineno] for f in frames]
 
     def called_by_script(self) -> bool:
-        """Does the script itself make the current call, with nothing but Paceline in between?"""
+        """Does the script itself make the current call, with only Paceline in between?"""
         innermost = next(self.frames(Owner.SCRIPT, Owner.LIBRARY, Owner.BENEATH), None)
         return innermost is not None and self.owns(innermost.f_code.co_filename)
 
     def called_by_library(self) -> bool:
-        """Does a library of the script's make the current call, and not the script itself?"""
+        """Does a library make the current call, not the script itself?"""
         innermost = next(self.frames(Owner.SCRIPT, Owner.LIBRARY), None)
         return innermost is not None and not self.owns(innermost.f_code.co_filename)
 
 
 anywhere = ScriptStack()
-"""For where it is not known which script runs."""
+"""A ScriptStack without roots, for use when the script is unknown."""
 
 
 def module_files(name: str) -> list[str]:
-    """The folders, or the file, of the package or module that `python -m name` runs. [] where it is not found."""
+    """The folders, or the file, of the package or module that `python -m name` runs; [] if it is not found."""
     spec = importlib.util.find_spec(name.partition(".")[0])
     if spec is None:
         return []
@@ -136,7 +136,7 @@ def _parts(folder: str, path: str) -> Sequence[str]:
 
 
 def _is_installed_in(folder: str, path: str) -> bool:
-    """Is the file below an environment's packages, or those of a `pip install --target`, within this folder?"""
+    """Is the file in an environment's packages, or in a target of `pip install --target`, inside this folder?"""
     parts = _parts(folder, path)[:-1]
     between = [os.path.join(folder, *parts[: count + 1]) for count in range(len(parts))]
     return any(part in _INSTALLED for part in parts) or any(map(_has_metadata, between))
@@ -146,5 +146,5 @@ def _is_installed_in(folder: str, path: str) -> bool:
 def _has_metadata(folder: str) -> bool:
     try:
         return any(name.endswith(".dist-info") for name in os.listdir(folder))
-    except OSError:  # it lies in an archive
+    except OSError:  # the folder is inside an archive
         return False

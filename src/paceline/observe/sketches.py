@@ -1,13 +1,13 @@
-"""A tensor in few numbers, of which norms of differences and linear relations can still be read.
+"""Represent a tensor by a few numbers that preserve norms of differences and linear relations.
 
-A tensor of more than WHOLE elements is kept as its product with ROWS vectors of random signs, divided by the root of
-ROWS: a Johnson-Lindenstrauss projection (Achlioptas 2003, "Database-friendly random projections"). The projection is
-linear. So the sketch of a difference is the difference of the sketches, and gradients that are a combination of others
-stay that combination. The mean of the square of a sketch's norm is the square of the tensor's norm, with a relative
+A tensor with more than WHOLE elements is stored as its product with ROWS random sign vectors, divided by sqrt(ROWS):
+a Johnson-Lindenstrauss projection (Achlioptas 2003, "Database-friendly random projections"). The projection is
+linear. So the sketch of a linear combination of tensors, such as a difference, is the same combination of their
+sketches. The squared norm of a sketch is an unbiased estimate of the squared norm of the tensor, with a relative
 standard deviation of sqrt(2 / ROWS).
 
-Each vector is the product of two short vectors, for the row and the column of the tensor as a matrix of _COLUMNS
-columns. The vectors are the same for every tensor of a size, on every rank and in every run.
+The tensor is viewed as a matrix with _COLUMNS columns. Each sign vector is the outer product of a vector for its rows
+and a vector for its columns. The vectors are the same for all tensors of the same size, on every rank and in every run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-WHOLE = 4096  # elements of the largest tensor that is kept as it is
+WHOLE = 4096  # elements of the largest tensor that is stored unchanged
 ROWS = 256  # numbers in a sketch
 _COLUMNS = 1024
 _CHUNK = 4096  # rows that are converted to float64 at once
@@ -32,7 +32,7 @@ def _signs(count: int, seed: int) -> Tensor:
 
 
 def sketch(tensor: Tensor) -> Tensor:
-    """The tensor as it is, of any shape, where it is small or holds integers; else (ROWS,), float64."""
+    """The tensor unchanged (any shape) if it is small or contains integers; otherwise (ROWS,), float64."""
     if tensor.numel() <= WHOLE or not tensor.dtype.is_floating_point:
         return tensor
     flat = tensor.detach().reshape(-1).cpu()
@@ -48,5 +48,5 @@ def sketch(tensor: Tensor) -> Tensor:
 
 
 def sketched(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The sketches of these tensors. Tensors without memory are left out."""
+    """The sketches of these tensors. Tensors on the meta device are left out."""
     return {name: sketch(tensor) for name, tensor in tensors.items() if not tensor.is_meta}

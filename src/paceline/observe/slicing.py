@@ -1,9 +1,9 @@
-"""Program slicing of script text, from a line that acts to the line where a rank, a clock or the like comes in. Pure.
+"""Program slicing: trace a line of a script back to a source that affects it, such as a rank or a clock. Pure.
 
-A line that acts (`torch.optim.SGD(..., lr=lr)`) uses names. Where this line does not itself contain the source that is
-looked for, the last assignments to its names are searched, then the assignments to the names in these, and so on. The
-search ends at a line that does something with a source (`lr = 0.1 * size`). An assignment that only gives a source a
-name (`size = run.world.size`) is passed over: many a healthy line uses such a name.
+A line such as `torch.optim.SGD(..., lr=lr)` uses names. If the line itself uses no source, the last assignments to its
+names are searched, then the assignments to the names in those assignments, and so on. The search ends at a line that
+does something with a source (`lr = 0.1 * size`). An assignment that only names a source (`size = run.world.size`) is
+skipped, because many correct lines use such a name.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ _WRITING = re.compile(
 
 
 class Slice:
-    """Looks for a source in the text.
+    """Searches the script's code for a source.
 
     Args:
-        source: what a rank, a clock or the like looks like.
-        asked: lines at which the run was seen to ask for the rank.
+        source: a pattern for sources, such as RANK or CLOCK.
+        asked: lines that queried the rank during the run.
     """
 
     def __init__(self, source: re.Pattern[str], asked: Collection[Place] = ()) -> None:
         self._source, self._asked = source, set(asked)
 
     def origin(self, place: Place) -> tuple[Place, Place | None] | None:
-        """(the line at which a source comes in, the branch that decides on it); None where there is no source.
+        """Return (the line that uses a source, the innermost branch or loop around `place` that uses a source).
 
-        Where only a branch decides: (the line that acts, the branch).
+        If no branch uses a source, the second item is None. If only the branch uses a source, the first item is
+        `place`. Returns None if there is no source.
         """
         acting = statement_at(*place)
         if acting is None:
@@ -55,7 +56,7 @@ class Slice:
         return (place, where) if where is not None else None
 
     def _exact(self, statement: Statement) -> Place:
-        """The line of the statement at which the source stands, of a statement of several lines."""
+        """The line of the source within a statement of several lines."""
         for one in statement.expressions():
             for node in sorted(ast.walk(one), key=lambda n: getattr(n, "lineno", 0), reverse=True):
                 if isinstance(node, (ast.Name, ast.Attribute, ast.Call)) and self._has(statement, [node]):
@@ -68,13 +69,13 @@ class Slice:
         return isinstance(head, (ast.If, *LOOPS)) and self._has(as_one, list(as_one.expressions()))
 
     def _has(self, at: Statement, expressions: list[ast.expr]) -> bool:
-        """Whether these expressions use a source, or a name that is nothing but a source."""
+        """Whether these expressions use a source, or a name for a source."""
         if any(self._source.search(ast.unparse(one)) for one in expressions):
             return True
         return any(self._is_source(one) for name in _names(expressions) for one in self._definitions(at, name))
 
     def _is_source(self, definition: Statement) -> bool:
-        """Whether the statement does nothing but give a source a name."""
+        """Whether the statement only names a source."""
         expressions = list(definition.expressions())
         if isinstance(definition.node, FUNCTIONS):
             expressions = [n.value for n in ast.walk(definition.node) if isinstance(n, ast.Return) and n.value]
@@ -88,7 +89,7 @@ class Slice:
         return False
 
     def _follow(self, at: Statement, been: set[Place]) -> Statement | None:
-        """The statement at which a source comes in, found from this statement through the definitions of its names."""
+        """Find the statement that uses a source: this statement, or a definition of its names, recursively."""
         if at.place in been:
             return None
         been.add(at.place)
@@ -105,15 +106,15 @@ class Slice:
         return at if at.place in self._asked and not self._is_source(at) else None
 
     def _inside(self, function: Statement) -> Statement | None:
-        """The statement of a function, or of a class, that does something with a source."""
+        """The first statement in a function or class that does something with a source."""
         last = function.node.end_lineno or function.line
         own = [s for s in statements(function.file) if function.line < s.line <= last]
         return next((s for s in own if not self._is_source(s) and self._has(s, list(s.expressions()))), None)
 
     def _definitions(self, at: Statement, name: str) -> list[Statement]:
-        """The statements that define a name, as this line sees it.
+        """The statements that define a name, as seen from this line.
 
-        Of a variable: the last assignment before this line. Of an attribute: the first assignments in the file. Of a
+        For a variable: the last assignment before this line. For an attribute: the first assignments in the file. For a
         parameter: the calls of the function.
         """
         every = statements(at.file)
@@ -136,12 +137,12 @@ def _calling(file: str, function: str) -> list[Statement]:
 
 
 def _before(at: Statement) -> list[Statement]:
-    """The statements before this one, in the same function."""
+    """The earlier statements in the same function."""
     return [s for s in statements(at.file) if s.scope is at.scope and s.line < at.line]
 
 
 def acting_lines(file: str, source: re.Pattern[str], asked: Collection[Place] = ()) -> list[Place]:
-    """The lines of a file that do something with a source, other than to name, print or save it."""
+    """The lines of a file that do something with a source, other than naming, printing or saving it."""
     slice_ = Slice(source, asked)
     found = []
     for statement in statements(file):
@@ -159,10 +160,10 @@ def acting_lines(file: str, source: re.Pattern[str], asked: Collection[Place] = 
 
 
 def carried_state(files: Collection[str], ends: Collection[Place]) -> list[tuple[Place, Place | None]]:
-    """Statements that update what the script keeps from step to step, such as `count += 1`.
+    """Statements that update state which the script keeps from step to step, such as `count += 1`.
 
-    Each comes with a line that calls the method it is in, where there is one. Statements come first from which the
-    lines `ends` are computed, where losses are handed over. What is only printed is left out.
+    Each result is a pair: the line of the statement, and a line that calls its method, or None. Statements that affect
+    the lines `ends`, which pass losses to backward, come first. State that is only printed is left out.
     """
     found: list[tuple[int, tuple[Place, Place | None]]] = []
     for file in files:
@@ -191,12 +192,12 @@ def carried_state(files: Collection[str], ends: Collection[Place]) -> list[tuple
 
 
 def _known_as(names: Collection[str]) -> set[str]:
-    """Attributes by their own names: `self.value` in a method is `control.value` outside of it."""
+    """Drop the object from attributes: `self.value` in a method may be `control.value` outside of it."""
     return {name[name.index(".") :] if "." in name else name for name in names}
 
 
 def _updates(statement: Statement, names: set[str]) -> bool:
-    """Whether a statement makes something new of its own target: by the name, or by a name that was made of it."""
+    """Whether a statement computes its target from the target, or from a name that was computed from the target."""
     if isinstance(statement.node, ast.AugAssign):
         return bool(names)
     if not isinstance(statement.node, ast.Assign) or not names:
@@ -213,7 +214,7 @@ def _updates(statement: Statement, names: set[str]) -> bool:
 
 
 def _repeated(statement: Statement) -> bool:
-    """Whether it runs again and again with the same variable: in a loop, or on an attribute in a method."""
+    """Whether a statement runs repeatedly on the same variable: in a loop, or on an attribute in a method."""
     loops = any(isinstance(one, (ast.For, ast.While)) for one in statement.inside)
     attribute = any("." in name for name in _targets(statement.node))
     made = isinstance(statement.scope, FUNCTIONS) and statement.scope.name == "__init__"
@@ -221,7 +222,7 @@ def _repeated(statement: Statement) -> bool:
 
 
 def calling_line(place: Place) -> Place | None:
-    """The first line that calls the function, or the method, which this line is in."""
+    """The first line that calls the function or method around this line."""
     statement = statement_at(*place)
     if statement is None or not isinstance(statement.scope, FUNCTIONS):
         return None
@@ -230,7 +231,7 @@ def calling_line(place: Place) -> Place | None:
 
 
 def defining_line(place: Place) -> Place | None:
-    """The last assignment, in the same function, to a name that this line uses."""
+    """The last assignment before this line, in the same function, to a name that the line uses."""
     statement = statement_at(*place)
     if statement is None:
         return None
@@ -239,7 +240,7 @@ def defining_line(place: Place) -> Place | None:
 
 
 def _above(starts: list[Statement]) -> set[str]:
-    """The names and attributes from which these statements are computed, by assignments in the same file."""
+    """The names and attributes that these statements depend on, through assignments in the same file."""
     names: set[str] = set()
     waiting = list(starts)
     been: set[Place] = set()

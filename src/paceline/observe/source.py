@@ -24,9 +24,9 @@ class Statement:
 
     file: str
     line: int
-    node: ast.stmt  # of a compound statement (if, for), its head is meant
+    node: ast.stmt  # of a compound statement (if, for), only the head counts: its body has separate Statements
     scope: Scope  # the function that the statement is in, or the module
-    # The compound statements around it, functions and classes too, the outermost first.
+    # The compound statements around this statement, including functions and classes, outermost first.
     around: tuple[ast.stmt, ...] = ()
 
     @property
@@ -35,20 +35,20 @@ class Statement:
 
     @property
     def inside(self) -> tuple[ast.stmt, ...]:
-        """The compound statements around it, within its function."""
+        """The compound statements around this statement, within its function."""
         inner = takewhile(lambda node: node is not self.scope, reversed(self.around))
         return tuple(inner)[::-1]
 
     @property
     def end(self) -> int:
-        """The last line of the statement; of a compound statement, of its head."""
+        """The last line of the statement, or of the head of a compound statement."""
         body = getattr(self.node, "body", None)
         if isinstance(body, list) and body:
             return max(self.line, body[0].lineno - 1)
         return self.node.end_lineno or self.line
 
     def expressions(self) -> Iterator[ast.expr]:
-        """The expressions that the statement evaluates, without the targets of an assignment."""
+        """The expressions that the statement evaluates, except the targets of an assignment."""
         for name, value in ast.iter_fields(self.node):
             if name in _NOT_IN_HEAD:
                 continue
@@ -61,7 +61,7 @@ class Statement:
 
 @cache
 def tree_of(file: str) -> ast.Module | None:
-    """The tree of a file; None where it cannot be read or parsed."""
+    """The tree of a file; None if it cannot be read or parsed."""
     try:
         with open(file, encoding="utf-8") as text:
             return ast.parse(text.read())
@@ -71,14 +71,14 @@ def tree_of(file: str) -> ast.Module | None:
 
 @cache
 def nodes_of(file: str) -> tuple[ast.AST, ...]:
-    """All nodes of a file's tree, the outer ones first; none where it cannot be read."""
+    """All nodes of a file's tree, outer nodes first; () if it cannot be read."""
     tree = tree_of(file)
     return () if tree is None else tuple(ast.walk(tree))
 
 
 @cache
 def statements(file: str) -> tuple[Statement, ...]:
-    """The statements of a file, in order; none where it cannot be read."""
+    """The statements of a file, in order; () if it cannot be read."""
     found: list[Statement] = []
 
     def visit(body: list[ast.stmt], scope: Scope, around: tuple[ast.stmt, ...]) -> None:
@@ -96,18 +96,18 @@ def statements(file: str) -> tuple[Statement, ...]:
 
 
 def statement_at(file: str, line: int) -> Statement | None:
-    """The innermost statement that this line is a part of."""
+    """The innermost statement that contains this line."""
     found = [s for s in statements(file) if s.line <= line <= s.end]
     return max(found, key=lambda s: s.line, default=None)
 
 
 def statements_in(file: str, scope: ast.AST) -> list[Statement]:
-    """The statements of a function, or of the module, without those of functions inside it."""
+    """The statements of a function or module, except those of functions inside it."""
     return [s for s in statements(file) if s.scope is scope]
 
 
 def line_text(place: Place) -> str:
-    """The line, without the white space around it."""
+    """The text of a line, without surrounding white space."""
     try:
         with open(place[0], encoding="utf-8") as source:
             lines = source.read().splitlines()
@@ -127,39 +127,39 @@ def functions(file: str) -> tuple[Function, ...]:
 
 
 def scope_at(file: str, line: int) -> Scope:
-    """The innermost function that holds a line, or the module."""
+    """The innermost function that contains a line, or the module."""
     tree = tree_of(file)
     assert tree is not None
     return max((n for n in functions(file) if holds(n, line)), key=lambda n: n.lineno, default=tree)
 
 
 def called(call: ast.Call) -> str:
-    """The last part of the name that is called: `f` of `a.b.f(x)`."""
+    """The last part of the called name: `f` in `a.b.f(x)`."""
     return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def calls_in(nodes: Iterable[ast.AST], *names: str) -> Iterator[ast.Call]:
-    """The calls among these nodes, of functions and methods with these names; without names, all calls."""
+    """The nodes that call a function or method with one of these names; without names, all calls."""
     return (n for n in nodes if isinstance(n, ast.Call) and (not names or called(n) in names))
 
 
 def calls_of(file: str, *names: str) -> Iterator[ast.Call]:
-    """The calls in a file, likewise."""
+    """The calls in a file of a function or method with one of these names; without names, all calls."""
     return calls_in(nodes_of(file), *names)
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """What a call is given by this name."""
+    """The keyword argument of this name in a call; None if there is none."""
     return next((k.value for k in call.keywords if k.arg == name), None)
 
 
 def targets(node: ast.AST) -> list[ast.expr]:
-    """What a statement assigns to, by `=` or `+=`."""
+    """The targets of an assignment with `=` or `+=`."""
     return node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
 
 
 def assigned(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """(target, value) of what a statement assigns; the value of `a *= b` is `a * b`."""
+    """(target, value) of each assignment in a statement; the value of `a *= b` is `a * b`."""
     if isinstance(node, ast.AugAssign):
         return [(node.target, ast.copy_location(ast.BinOp(node.target, node.op, node.value), node))]
     if isinstance(node, ast.AnnAssign):

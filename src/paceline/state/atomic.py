@@ -1,13 +1,13 @@
-"""Atomic writes: a file is there whole or not at all, whatever kills the process. And what disk errors say.
+"""Write files atomically: complete or not at all, even if the process is killed. Also explains disk errors.
 
-To write a file: write it in a scratch directory beside its final place, sync it, rename it, and sync the directory that
-has the new name. A rename within one file system is atomic (POSIX rename). The sync before it puts the bytes on the
-disk before the name.
+To write a file: write it in a scratch directory beside its final path, sync it, rename it, and sync the directory with
+the new name. A rename within one file system is atomic (POSIX rename). The sync before it ensures that the bytes are on
+the disk before the name.
 
 A scratch directory `.tmp-LABEL-XXXXXXXX` belongs to the process that holds the lock (flock) on the file beside it,
-`.tmp-LABEL-XXXXXXXX.lock`. The kernel frees the lock when that process dies, on whatever machine it ran. So a later
-writer can tell what a dead writer left from what a live one is writing. Where a file system has no locks, a directory
-that was not touched for a day was left by a dead writer.
+`.tmp-LABEL-XXXXXXXX.lock`. The kernel frees the lock when the process dies, on any machine. So a later writer can
+distinguish the leftovers of a dead writer from the files of a live writer. On a file system without locks, a directory
+that was not touched for a day counts as left by a dead writer.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from paceline.state.plain_files import checksums_of, write_checksums
 _SCRATCH = re.compile(r"(\.tmp-.+-[0-9a-f]{8})(\.lock)?")
 _UNTOUCHED_SECONDS = 24 * 3600
 
-_held: dict[int, Path] = {}  # the locks that this process holds, in whatever thread: handle -> file
+_held: dict[int, Path] = {}  # the locks that this process holds, in any thread: handle -> file
 
 
 def _drop_locks() -> None:
-    """In a forked child, such as a loader's worker: it may outlive the writer, whose locks it would keep."""
+    """Close the lock files in a forked child, such as a loader's worker, since it may outlive the writer."""
     while _held:
         with contextlib.suppress(OSError):
             os.close(_held.popitem()[0])
@@ -57,16 +57,16 @@ def sync(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """`mkdir -p`, synced: a directory that is lost in a crash would take its checkpoints along."""
-    missing = [place for place in (path, *path.parents) if not place.exists()]
+    """Make a directory and its parents, and sync them: if a crash lost the directory, its checkpoints would be lost."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
-    for place in missing:
-        sync(place.parent)
+    for folder in missing:
+        sync(folder.parent)
 
 
 @contextlib.contextmanager
 def scratch(parent: Path, label: str) -> Iterator[Path]:
-    """A new, empty directory in `parent`. It is removed at the end, with all that is still in it."""
+    """A context with a new, empty directory in `parent`. The directory and its content are removed at the end."""
     path = parent / f".tmp-{label[:40]}-{secrets.token_hex(4)}"
     lock = _lock(_lock_path(path))
     try:
@@ -79,16 +79,18 @@ def scratch(parent: Path, label: str) -> Iterator[Path]:
 
 
 def write_whole(file: Path, write: Callable[[Path], None], what: str, *, checksum: bool = False) -> None:
-    """Write one file by `write(path)`, which gets a path of the same name in a scratch directory. An older file of this
-    name is replaced by the whole one, or not at all.
+    """Write one file atomically. An older file of this name is replaced by the complete new file, or not at all.
 
-    write may make further files beside its own (a large model's data); they are put beside `file` first. what: the
-    first words of the CheckpointError for what the operating system refuses ("The model could not be exported to").
-    checksum: put FILE.sha256 beside it, too (plain_files.py).
+    Args:
+        write: writes the file to the path that it receives, which has the same file name in a scratch directory. It may
+            make further files beside this path (a large model's data). These are moved beside `file` first.
+        what: how the CheckpointError begins if the operating system reports an error, for example "The model could
+            not be exported to".
+        checksum: also write FILE.sha256 beside the file (plain_files.py).
     """
     with explained(what, file):
         if file.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "it is a directory, and the name of a file is needed")
+            raise IsADirectoryError(errno.EISDIR, "it is a directory, not a file name")
         make_directory(file.parent)
         remove_debris(file.parent)
         with scratch(file.parent, file.name) as temporary:
@@ -97,7 +99,7 @@ def write_whole(file: Path, write: Callable[[Path], None], what: str, *, checksu
             made = sorted(temporary.iterdir(), key=lambda path: path == whole)
             if checksum:
                 made.append(write_checksums(whole, made))
-                checksums_of(file).unlink(missing_ok=True)  # those of the older file, while this one takes its place
+                checksums_of(file).unlink(missing_ok=True)  # the checksums of the file that is being replaced
             for one in made:
                 sync(one)
                 os.replace(one, file.parent / one.name)
@@ -105,7 +107,7 @@ def write_whole(file: Path, write: Callable[[Path], None], what: str, *, checksu
 
 
 def remove_debris(parent: Path) -> None:
-    """Remove the scratch directories in `parent` whose writers are dead, as far as that is possible."""
+    """Remove the scratch directories of dead writers in `parent`. Ignores errors."""
     matches = [_SCRATCH.fullmatch(name) for name in os.listdir(parent)]
     for name in sorted({match[1] for match in matches if match}):
         with contextlib.suppress(OSError):
@@ -114,19 +116,19 @@ def remove_debris(parent: Path) -> None:
 
 def _remove_if_dead(path: Path) -> None:
     if _lock_path(path) in list(_held.values()):
-        return  # another thread is its writer; on some network file systems a lock does not keep out its own process
+        return  # another thread is the writer; some network file systems would grant its lock to this thread too
     try:
         lock = os.open(_lock_path(path), os.O_RDWR)
     except FileNotFoundError:
-        # Its writer has just finished, or the file system has no locks.
-        places = [path, *path.rglob("*")]
-        if time.time() - max(place.lstat().st_mtime for place in places) > _UNTOUCHED_SECONDS:
+        # The writer has just finished, or the file system has no locks.
+        entries = [path, *path.rglob("*")]
+        if time.time() - max(entry.lstat().st_mtime for entry in entries) > _UNTOUCHED_SECONDS:
             shutil.rmtree(path)
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(lock)  # its writer is alive
+        os.close(lock)  # the writer is alive
         return
     shutil.rmtree(path, ignore_errors=True)
     _unlock(_lock_path(path), lock, remove=not os.path.lexists(path))
@@ -137,16 +139,16 @@ def _lock_path(path: Path) -> Path:
 
 
 def _lock(path: Path) -> int | None:
-    """Create and lock a file. Returns the open handle, or None where the file system has no locks.
+    """Create and lock a file. Returns the open handle, or None if the file system has no locks.
 
-    The lock is made before its directory, so that the directory of a live writer always has one.
+    The lock is made before its directory, so that the directory of a live writer always has a lock.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(handle)  # another writer holds it for a moment, to find out whether we are dead
+            os.close(handle)  # another writer holds the lock briefly, to test whether we are dead
             time.sleep(0.001)
             continue
         except OSError:
@@ -156,16 +158,15 @@ def _lock(path: Path) -> int | None:
         if os.fstat(handle).st_nlink > 0:
             _held[handle] = path
             return handle
-        os.close(handle)  # that writer removed the file before we had locked it
+        os.close(handle)  # the other writer removed the file before we locked it
 
 
 def _unlock(path: Path, handle: int, *, remove: bool) -> None:
-    """Free a lock. remove: delete its file too. It stays where the directory could not be removed, so that the next
-    writer finds both."""
+    """Free a lock. remove: also delete its file. If the directory remains, the file must remain for the next writer."""
     with contextlib.suppress(OSError):
         if remove:
             path.unlink(missing_ok=True)
-        fcntl.flock(handle, fcntl.LOCK_UN)  # close alone would not do where a forked worker has the handle too
+        fcntl.flock(handle, fcntl.LOCK_UN)  # close alone is not enough if a forked worker has the handle too
     _held.pop(handle, None)
     os.close(handle)
 
@@ -175,12 +176,12 @@ def _unlock(path: Path, handle: int, *, remove: bool) -> None:
 
 @contextlib.contextmanager
 def explained(what: str, path: Path) -> Iterator[None]:
-    """Raise an error of the operating system as a CheckpointError, "{what} {path}: reason. Remedy."."""
+    """Convert an error of the operating system into a CheckpointError, "{what} {path}: reason. Remedy."."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         number, reason = getattr(error, "errno", None), getattr(error, "strerror", None) or str(error)
-        if inner := re.search(r"\(os error (\d+)\)", str(error)):  # an OSError, as safetensors tells it
+        if inner := re.search(r"\(os error (\d+)\)", str(error)):  # an OSError in the text of a SafetensorError
             number, reason = int(inner[1]), os.strerror(int(inner[1]))
         raise CheckpointError(f"{what} {path}: {reason}. {_remedy(path, number)}") from error
 
@@ -193,16 +194,16 @@ def contents(path: Path, most: int = 8) -> str:
 
 
 def nearest(path: Path) -> Path:
-    """`path`, or the closest of its parents that exists."""
-    return next(place for place in (path, *path.absolute().parents) if place.exists())
+    """`path`, or its closest existing parent."""
+    return next(folder for folder in (path, *path.absolute().parents) if folder.exists())
 
 
 def _remedy(path: Path, number: int | None) -> str:
     if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         free = shutil.disk_usage(nearest(path)).free / 2**30
-        return f"{free:.2f} GiB are free there. Make room, keep fewer checkpoints (keep=2), or give another directory."
+        return f"{free:.2f} GiB are free. Free some space, keep fewer checkpoints (keep=2), or use another directory."
     if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return "This user may not do that there: change the permissions, or give another directory."
+        return "This user has no permission: change the permissions, or use another directory."
     if number in (errno.ENOTDIR, errno.EISDIR, errno.ENOENT, errno.ENAMETOOLONG):
-        return "Give another path."
-    return "Look at the disk, or give another directory."
+        return "Use another path."
+    return "Check the disk, or use another directory."

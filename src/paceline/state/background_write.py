@@ -1,11 +1,11 @@
-"""A checkpoint that is written in a thread of rank 0, while training goes on.
+"""Write a checkpoint in a thread of rank 0, while training continues.
 
-1. `begin` starts the thread, with a function that writes what was copied before (snapshot.py). It returns at once.
-2. Whoever must find the checkpoint on the disk, or uses the copies' memory again, calls `finish` first. It waits for
-   the thread, and tells in this one what the write has warned of and why it failed.
+1. `begin` starts a thread that writes copied tensors (snapshot.py), and returns at once.
+2. Call `finish` before reading the checkpoint from the disk, or reusing the memory of the copies. It waits for the
+   thread, and reports its warnings and its failure in the calling thread.
 
-The interpreter waits at its exit for the thread, which is no daemon. A launcher that would end the process waits too
-(world.WRITES).
+The interpreter waits for the thread at exit, since it is not a daemon. The launcher also waits before it ends the
+process (world.WRITES).
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.errors import CheckpointError, in_words, warn, warnings_held
-from paceline.world import WRITES, take_back, tell_launcher
+from paceline.errors import CheckpointError, describe_error, warn, warnings_held
+from paceline.world import WRITES, send_to_launcher, withdraw
 
 
 class BackgroundWrite:
-    """The checkpoint that is being written, if one is; at most one at a time.
+    """Writes at most one checkpoint at a time.
 
     Args:
-        tells: whether the launcher is told, so that it does not end the process meanwhile.
+        informs_launcher: whether to inform the launcher, which then does not end the process during a write.
     """
 
-    def __init__(self, *, tells: bool = True) -> None:
-        self._tells = tells
+    def __init__(self, *, informs_launcher: bool = True) -> None:
+        self._informs_launcher = informs_launcher
         self._thread: threading.Thread | None = None  # None: there is nothing to wait for
         self._step = 0
-        # What came of it, known when the thread has ended.
+        # The outcome, valid when the thread has ended.
         self._path: Path | None = None
         self._failure = ""
         self._warnings: list[str] = []
 
     def begin(self, step: int, write: Callable[[], Path]) -> None:
-        """Write in a thread. write: returns the path of the checkpoint; nothing that it uses may change meanwhile.
+        """Call `write` in a thread. Raises CheckpointError if no thread can be started.
 
-        Raises CheckpointError where no thread can be started.
+        `write` returns the path of the checkpoint. The data that it writes must not change until `finish`.
         """
         assert self._thread is None, "call `finish` first"
         self._step, self._path, self._failure, self._warnings = step, None, "", []
         thread = threading.Thread(target=self._write, args=[write], name="paceline-background-save")
-        self._tell(True)
+        self._inform_launcher(True)
         try:
             thread.start()
         except RuntimeError as error:
-            self._tell(False)
+            self._inform_launcher(False)
             raise CheckpointError(
                 f"the checkpoint of step {step} cannot be saved in the background: {error}. Save it with "
                 "background=False, or allow this user more threads (ulimit -u)."
@@ -60,22 +60,22 @@ class BackgroundWrite:
                 self._path = write()
         except CheckpointError as error:
             self._failure = str(error)
-        except BaseException as error:  # whatever it is, all ranks must hear of it
-            self._failure = in_words(error)
+        except BaseException as error:  # report any error on all ranks
+            self._failure = describe_error(error)
         finally:
-            self._tell(False)
+            self._inform_launcher(False)
 
-    def _tell(self, writing: bool) -> None:
-        """Tell the launcher whether it should wait before it ends this process."""
-        if self._tells and writing:
-            tell_launcher(os.environ, WRITES, str(self._step))
-        elif self._tells:
-            take_back(os.environ, WRITES)
+    def _inform_launcher(self, writing: bool) -> None:
+        """Inform the launcher whether to wait before it ends this process."""
+        if self._informs_launcher and writing:
+            send_to_launcher(os.environ, WRITES, str(self._step))
+        elif self._informs_launcher:
+            withdraw(os.environ, WRITES)
 
     def finish(self) -> Path | None:
-        """Wait until nothing is being written. Returns the path of what was, None where nothing was.
+        """Wait for the write, and return the path of its checkpoint. Returns None if there is no write.
 
-        Raises CheckpointError, once, where it could not be written.
+        Raises CheckpointError, once, if the write failed.
         """
         if self._thread is None:
             return None
@@ -83,8 +83,7 @@ class BackgroundWrite:
         self._thread = None
         if self._failure:
             raise CheckpointError(
-                f"the checkpoint of step {self._step}, which was written in the background, is not saved: "
-                f"{self._failure}"
+                f"the checkpoint of step {self._step} could not be saved in the background: {self._failure}"
             )
         for message in self._warnings:
             warn(message)

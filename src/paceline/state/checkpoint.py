@@ -1,4 +1,4 @@
-"""Checkpoints on disk. Whatever kills the writer, the last whole checkpoint is still there.
+"""Checkpoints on disk. If the writer is killed at any time, the last complete checkpoint remains.
 
     checkpoints/
       step-00000042/         one checkpoint; never changed once it has this name
@@ -9,13 +9,13 @@
       latest                 the name of the newest checkpoint, for people and other programs
 
 `write`, in phases:
-    1. Write each part's files into a scratch directory. A file is synced and hashed while the next ones are written.
+    1. Write each part's files into a scratch directory. A file is synced and hashed while the next files are written.
        Write the manifest.
     2. Sync the scratch directory, rename it to its final name, sync the directory above. The checkpoint is now saved.
     3. Replace the pointer `latest`. Remove checkpoints that are neither among the newest nor among the best.
-`find` trusts no name and no pointer: it returns the newest checkpoint whose hashes all fit, and reports the others.
+`find` trusts no name and no pointer: it checks all hashes, returns the newest intact checkpoint, and reports damage.
 
-Only rank 0 calls this module. Several runs may write into one directory (folder_lock.py keeps them from it).
+Only rank 0 calls this module. Several writers in one directory are safe, but folder_lock.py normally prevents them.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ from paceline.state.snapshot import SnapshotBuffers, on_host
 POINTER = "latest"
 CANNOT_EXPORT = "The model could not be exported to"
 
-_saved_to: dict[str, tuple[int, int]] = {}  # path of a directory -> device and inode, when it was last saved to
-_SCORE = "score"  # in a manifest's meta
+_saved_to: dict[str, tuple[int, int]] = {}  # path of a directory -> its device and inode at the last save
+_SCORE = "score"  # a key in the meta of a manifest
 _PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
 class EncodedPart:
-    """One part of a checkpoint as it is written to disk (plain_state.py)."""
+    """One part of a checkpoint, encoded for the disk (plain_state.py)."""
 
     document: plain_state.Json
-    tensors: Mapping[str, Tensor]  # those that the document names
+    tensors: Mapping[str, Tensor]  # the tensors that the document names
 
     @classmethod
     def of(cls, state: Any, what: str = "the state") -> EncodedPart:
@@ -78,40 +78,40 @@ class EncodedPart:
 
 
 class WholeCheckpoint(NamedTuple):
-    """What `find` returns."""
+    """An intact checkpoint: the result of `find`."""
 
     path: Path
     step: int
-    damage: list[str]  # of newer checkpoints: a line for each damaged file, with its hashes
+    damage: list[str]  # one line per damaged file of newer checkpoints, with its hashes
 
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints stay in a directory when a further one is written."""
+    """Which checkpoints to keep in a directory when another one is written."""
 
-    keep: int | None = None  # how many of the newest; None: all
-    keep_best: int = 0  # how many more by their score
-    score: float | None = None  # of the checkpoint that is being written; None: it takes no part in that
+    keep: int | None = None  # the number of newest checkpoints; None: all
+    keep_best: int = 0  # in addition, the number of checkpoints with the best scores
+    score: float | None = None  # of the checkpoint that is being written; None: it has no score
     mode: str = "min"  # whether the smallest scores are best, or the largest ("max")
 
     def __post_init__(self) -> None:
         keep, best, score = self.keep, self.keep_best, self.score
         if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
             raise SettingError(
-                f"run.save(keep={keep!r}): the number of checkpoints to leave, at least 1; None leaves all."
+                f"run.save(keep={keep!r}): give the number of checkpoints to keep, at least 1; None keeps all."
             )
         if isinstance(best, bool) or not isinstance(best, int) or best < 0:
-            raise SettingError(f"run.save(keep_best={best!r}): how many of the best checkpoints stay, 0 or more.")
+            raise SettingError(f"run.save(keep_best={best!r}): give the number of best checkpoints to keep, 0 or more.")
         if best and keep is None:
-            raise SettingError(f"run.save(keep_best={best}) without keep=, which leaves all checkpoints. Say keep=1.")
+            raise SettingError(f"run.save(keep_best={best}): without keep= all checkpoints are kept. Add keep=1.")
         if score is not None and (isinstance(score, bool) or not isinstance(score, (int, float))):
-            raise SettingError(f"run.save(score={score!r}): a number is needed, such as scores['loss'].")
+            raise SettingError(f"run.save(score={score!r}): give a number, such as scores['loss'].")
         if self.mode not in ("min", "max"):
-            raise SettingError(f"run.save(mode={self.mode!r}) is not known. {suggest(str(self.mode), ('min', 'max'))}")
+            raise SettingError(f"run.save(mode={self.mode!r}): unknown mode. {suggest(str(self.mode), ('min', 'max'))}")
 
 
 class Scored(NamedTuple):
-    """A checkpoint that was written with a score."""
+    """A checkpoint with a score."""
 
     score: float
     step: int
@@ -122,22 +122,22 @@ class _Candidate(NamedTuple):
     """A directory that looks like a checkpoint."""
 
     path: Path
-    manifest: Manifest | None  # None where there is none that can be trusted
-    damage: list[str]  # of the manifest
+    manifest: Manifest | None  # None: missing or damaged
+    damage: list[str]  # lines about the manifest's damage
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Sorts by time of writing. A checkpoint of unknown age counts as new, so that it is reported."""
+        """Sort key, by the time of writing. A checkpoint of unknown age counts as the newest, so `find` reports it."""
         match = DIRECTORY.fullmatch(self.path.name)
         step, copy = (int(match[1]), int(match[2] or 1)) if match else (0, 1)
         return (self.manifest.serial if self.manifest else 2**63, step, copy)
 
 
 def encode_parts(parts: Mapping[str, Any], buffers: SnapshotBuffers | None = None) -> dict[str, EncodedPart]:
-    """Encode every part that is not encoded already.
+    """Encode every part that is not encoded yet.
 
-    buffers: tensors are copied there, so that the originals may change while `write` runs in another thread, until the
-    buffers are used again. Without it the parts share the originals' memory.
+    buffers: copy the tensors into these buffers, so that the originals may change while `write` runs in another thread.
+    The copies are valid until the buffers are used again. Without buffers, the parts share memory with the originals.
     """
     encoded = {
         name: part if isinstance(part, EncodedPart) else EncodedPart.of(part, f"checkpoint part {name!r}")
@@ -162,13 +162,17 @@ def write(
 ) -> Path:
     """Write a new checkpoint. Returns its directory, `directory`/step-00000042, once it is safely on the disk.
 
-    parts: name -> nested state (what state_dict() gives; see plain_state.py) or an EncodedPart. meta: nested state
-    without tensors. keep: how many checkpoints to leave, this one included; None leaves all. A second checkpoint of the
-    same step is put beside the first (step-00000042-2), and counts as the newer one.
+    A second checkpoint of the same step is put beside the first (step-00000042-2), and counts as newer.
 
-    Raises CheckpointError for state that has no plain form, and where files cannot be written (disk full, no
-    permission, not a directory). Older checkpoints and the pointer are then untouched. Of this checkpoint nothing is
-    left, or all of it where only the last sync failed. A failure in phase 3 is a warning.
+    Args:
+        parts: name -> nested state (from state_dict(); see plain_state.py) or an EncodedPart.
+        retention: which checkpoints to keep, including this one.
+        meta: nested state without tensors.
+
+    Raises:
+        CheckpointError: a part of the state has no plain form, or files cannot be written (disk full, no permission,
+            not a directory). Older checkpoints and the pointer are unchanged. Nothing of the new checkpoint remains,
+            unless only the last sync failed: then it is complete. A failure in phase 3 is only a warning.
     """
     assert step >= 0, step
     root = Path(directory)
@@ -177,12 +181,12 @@ def write(
     scored = {} if retention.score is None else {_SCORE: float(retention.score)}
     document, tensors = plain_state.encode({**(meta or {}), **scored}, "checkpoint meta")
     if tensors:
-        raise CheckpointError(f"checkpoint meta holds the tensor {next(iter(tensors))!r}: put it into a part.")
+        raise CheckpointError(f"checkpoint meta holds the tensor {next(iter(tensors))!r}. Put it into a part.")
     with explained("A checkpoint could not be saved to", root):
         if root.exists() and not root.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "it is a file, and a directory is needed")
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, not a directory")
         if DIRECTORY.fullmatch(root.name):
-            raise FileExistsError(errno.EEXIST, "that is the name of one checkpoint; say the directory above it")
+            raise FileExistsError(errno.EEXIST, "this is the name of one checkpoint; give the directory above it")
         make_directory(root)
         _notice_another(root)
         remove_debris(root)
@@ -202,15 +206,17 @@ def write(
 
 
 def find(directory: str | os.PathLike[str]) -> WholeCheckpoint:
-    """The newest whole checkpoint in `directory`, which may also be the path of a checkpoint itself.
+    """Return the newest intact checkpoint in `directory`, which may also be the path of one checkpoint.
 
-    Every file is read and its hash compared. A damaged checkpoint is reported, and the next older one is tried. Raises
-    CheckpointError where there is no checkpoint, where none is whole (with each damaged file and hash), and where the
-    newest has a format that only a newer Paceline knows.
+    Reads every file and compares its hash. If a checkpoint is damaged, reports this and tries the next older one.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or none is intact (the error lists each damaged file and hash), or the
+            newest has the format of a newer Paceline.
     """
     root = Path(directory)
     damage: list[str] = []
-    for _ in range(5):  # again, where another writer's `keep` has removed checkpoints meanwhile
+    for _ in range(5):  # retry if another writer's `keep` has removed checkpoints meanwhile
         candidates = _require_candidates(root)
         damage, vanished = [], False
         for one in sorted(candidates, key=lambda one: one.order, reverse=True):
@@ -228,14 +234,18 @@ def find(directory: str | os.PathLike[str]) -> WholeCheckpoint:
             break
     listed = "\n  ".join(damage)
     raise CheckpointError(
-        f"{root} holds no whole checkpoint. Damaged or missing:\n  {listed}\n"
-        "Put these files back from a copy, or give a directory with a whole checkpoint, or start anew in an empty one."
+        f"{root} holds no intact checkpoint. Damaged or missing:\n  {listed}\n"
+        "Restore these files from a copy, give a directory with an intact checkpoint, or start over in an empty "
+        "directory."
     )
 
 
 def examine(directory: str | os.PathLike[str]) -> dict[Path, list[str]]:
-    """Every checkpoint in `directory`, or the one that it is, newest first, with a line for each damaged file: none
-    where it is whole. Every file is read. Raises CheckpointError where there is no checkpoint."""
+    """Check every checkpoint in `directory` (or `directory` itself, if it is a checkpoint). Reads every file.
+
+    Returns a dict, newest first: path -> one line per damaged file; an empty list for an intact checkpoint. Raises
+    CheckpointError if there is no checkpoint.
+    """
     found: dict[Path, list[str]] = {}
     for one in sorted(_require_candidates(Path(directory)), key=lambda one: one.order, reverse=True):
         found[one.path] = one.damage
@@ -249,48 +259,51 @@ def examine(directory: str | os.PathLike[str]) -> dict[Path, list[str]]:
 
 
 def holds_checkpoint(directory: str | os.PathLike[str]) -> bool:
-    """Whether there is a checkpoint, whole or damaged. False for a missing directory too.
+    """Whether `directory` holds a checkpoint, intact or damaged. False for a missing directory.
 
-    Raises CheckpointError where `directory` is a file or cannot be read.
+    Raises CheckpointError if `directory` is a file or cannot be read.
     """
     root = Path(directory)
-    with explained("Checkpoints could not be looked for in", root):
+    with explained("Cannot look for checkpoints in", root):
         return root.exists() and bool(_candidates(root))
 
 
 def read(path: str | os.PathLike[str], only: Collection[str] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(meta, parts) of one checkpoint directory, as `write` was given them, with tensors on the host.
+    """Read one checkpoint directory. Returns (meta, parts) as passed to `write`, with tensors on the host.
 
-    only: the names of the parts that are wanted; None: all. Compares no hashes: `find` does. Tensors are copied out of
-    the file: torch aligns their memory, while that of a mapped file has another alignment, which can change the bits of
-    later results.
+    only: the names of the parts to read; None: all. Hashes are not compared (`find` does this). Tensors are copied out
+    of the file: a mapped file has a different memory alignment from torch, which can change the bits of later results.
     """
-    place = Path(path)
-    manifest = _manifest(place)
-    with explained("A checkpoint could not be read from", place):
-        parts = {name: _read_part(place, name, manifest) for name in part_names(place) if only is None or name in only}
-    return plain_state.decode_saved(manifest.meta, {}, f"{place / manifests.NAME}: its meta"), parts
+    folder = Path(path)
+    manifest = _manifest(folder)
+    with explained("A checkpoint could not be read from", folder):
+        parts = {
+            name: _read_part(folder, name, manifest) for name in part_names(folder) if only is None or name in only
+        }
+    return plain_state.decode_saved(manifest.meta, {}, f"the meta in {folder / manifests.NAME}"), parts
 
 
 def part_names(path: str | os.PathLike[str]) -> list[str]:
-    """The names of the parts of one checkpoint directory, in the order in which `write` was given them."""
+    """The names of the parts of one checkpoint directory, in the order passed to `write`."""
     return [name.removesuffix(".json") for name in _manifest(Path(path)).files if name.endswith(".json")]
 
 
-def _manifest(place: Path) -> Manifest:
+def _manifest(folder: Path) -> Manifest:
     try:
-        manifest = manifests.load(place)
+        manifest = manifests.load(folder)
     except Damage as error:
-        raise CheckpointError(f"{place} is no whole checkpoint: {error}. Use find() to get one that is.") from error
-    manifests.require_known(manifest, place)
+        raise CheckpointError(
+            f"{folder} is not an intact checkpoint: {error}. Use checkpoint.find(directory) to get an intact one."
+        ) from error
+    manifests.require_known(manifest, folder)
     return manifest
 
 
 def export(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Path:
     """Write a plain safetensors file for `model.load_state_dict(safetensors.torch.load_file(path))`.
 
-    Tied weights are written under each of their names. An older file of this name is replaced by a whole one, or not at
-    all. Its checksum is put beside it, in FILE.sha256. Raises CheckpointError where the file cannot be written.
+    Tied weights are written under each of their names. An older file of this name is replaced atomically. Also writes
+    the checksum to FILE.sha256. Raises CheckpointError if the file cannot be written.
     """
     file = Path(path)
     write_whole(file, lambda whole: save_tensors(whole, tensors, {"format": "pt"}), CANNOT_EXPORT, checksum=True)
@@ -298,21 +311,23 @@ def export(path: str | os.PathLike[str], tensors: Mapping[str, Tensor]) -> Path:
 
 
 def _notice_another(root: Path) -> None:
-    """Warn where this process has saved to `root` before, and that was another directory: it was removed, or the disk
-    on which it lay is not mounted any more, and what was saved is not there."""
+    """Warn if `root` was replaced since this process's last save, for example because its disk was unmounted.
+
+    The new directory does not hold the earlier checkpoints.
+    """
     found, key = root.stat(), os.path.abspath(root)
     before = _saved_to.get(key)
     _saved_to[key] = found.st_dev, found.st_ino
     if before is None or before == _saved_to[key]:
         return
     why = (
-        "is on another file system than before: was its disk unmounted?"
+        "is now on a different file system. Was its disk unmounted?"
         if before[0] != found.st_dev
-        else "was removed, or replaced, and is another one now."
+        else "has been removed or replaced since the last save."
     )
     warn(
-        f"the checkpoint directory {root}, to which this run has saved before, {why} Earlier checkpoints are not in "
-        "it. This one is saved there all the same; put the directory back, and look where the next ones go."
+        f"the checkpoint directory {root} {why} It does not hold the earlier checkpoints of this run. This checkpoint "
+        "is saved in it anyway. Restore the directory, and check where the next checkpoints are saved."
     )
 
 
@@ -321,15 +336,15 @@ def _check_names(parts: Mapping[str, EncodedPart]) -> None:
     for name in parts:
         if not _PART_NAME.fullmatch(name):
             raise CheckpointError(
-                f"{name!r} cannot name a part of a checkpoint: use letters, digits, '_', '-' and '.'."
+                f"a part of a checkpoint cannot be named {name!r}. Use letters, digits, '_', '-' and '.'."
             )
-        if name.casefold() in seen:  # one file, where the file system ignores case
-            raise CheckpointError(f"two parts of a checkpoint would be called {name!r}: give one another name.")
+        if name.casefold() in seen:  # the same file if the file system ignores case
+            raise CheckpointError(f"two parts of a checkpoint have the name {name!r}. Rename one of them.")
         seen.add(name.casefold())
 
 
 def _write_files(built: Path, parts: Mapping[str, EncodedPart], manifest: Manifest) -> None:
-    """Phase 1: write every file of the checkpoint, and the manifest."""
+    """Phase 1: write the files of all parts, then the manifest."""
     with HelperThreads(2, "paceline-save") as pool:
         pending: dict[str, tuple[Future[str], Future[None]]] = {}
 
@@ -351,20 +366,20 @@ def _write_files(built: Path, parts: Mapping[str, EncodedPart], manifest: Manife
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write one safetensors file. Raises CheckpointError for tensors that such a file cannot hold."""
+    """Write one safetensors file. Raises CheckpointError for tensors that the format cannot hold."""
     try:
         save_file(on_host(tensors), path, metadata=metadata)
     except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
         raise CheckpointError(
-            f"safetensors cannot hold these tensors ({error}). Convert them before saving."
+            f"the safetensors format cannot store these tensors ({error}). Convert them before saving."
         ) from error
-    # safetensors makes files that only their owner can read. The directory has the modes that the umask allows.
+    # safetensors makes files that only their owner can read. Copy the mode of the directory, which follows the umask.
     with suppress(PermissionError):  # a file system without modes
         path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def _give_name(built: Path, root: Path, step: int, earlier: list[_Candidate]) -> Path:
-    """Phase 2: rename the finished directory to a name that no other has."""
+    """Phase 2: rename the finished directory to an unused name."""
     taken = [one.order[2] for one in earlier if one.order[1] == step]
     for copy in itertools.count(1 + max(taken, default=0)):
         final = root / (f"step-{step:08d}" if copy == 1 else f"step-{step:08d}-{copy}")
@@ -387,8 +402,10 @@ def _replace_pointer(root: Path, name: str, temporary: Path) -> None:
 
 
 def ranking(directory: str | os.PathLike[str], mode: str = "min") -> list[Scored]:
-    """The checkpoints in a directory that have a score, best first; of several of one step the newest. A missing
-    directory has none."""
+    """Return the checkpoints in a directory that have a score, best first. Empty for a missing directory.
+
+    If several checkpoints have the same step, only the newest is included.
+    """
     root = Path(directory)
     return _ranked(_checkpoints_in(root) if root.is_dir() else [], mode)
 
@@ -400,12 +417,12 @@ def _ranked(candidates: Iterable[_Candidate], mode: str) -> list[Scored]:
         if manifest is not None and score is not None:
             by_step[manifest.step] = Scored(score, manifest.step, path)
     sign = 1 if mode == "min" else -1
-    return sorted(by_step.values(), key=lambda one: (sign * one.score, one.step))  # of equal ones the first
+    return sorted(by_step.values(), key=lambda one: (sign * one.score, one.step))  # for equal scores, the first step
 
 
 def _score_of(manifest: Manifest) -> float | None:
-    """None where it was written without one, or with one that is no number."""
-    with suppress(CheckpointError):  # in a directory may be manifests that somebody else has changed
+    """The checkpoint's score; None if it has no score, or a score that is not a number."""
+    with suppress(CheckpointError):  # another program may have changed the manifest
         meta = plain_state.decode_saved(manifest.meta, {}, "checkpoint meta")
         score = meta.get(_SCORE) if isinstance(meta, dict) else None
         return score if isinstance(score, (int, float)) and not math.isnan(score) else None
@@ -413,32 +430,31 @@ def _score_of(manifest: Manifest) -> float | None:
 
 
 def _prune(root: Path, retention: Retention, written: Path, temporary: Path) -> None:
-    """Remove all but the newest checkpoints and the best ones. A directory without a manifest of ours is not ours to
-    remove."""
+    """Remove all but the newest and the best checkpoints. Never removes a directory without a manifest of ours."""
     ours = [one for one in _checkpoints_in(root) if one.manifest and one.manifest.format == manifests.FORMAT]
     best = {one.path for one in _ranked(ours, retention.mode)[: retention.keep_best]}
     for path, manifest, _ in sorted(ours, key=lambda one: one.order, reverse=True)[retention.keep :]:
         if path == written or path in best or path.is_symlink() or manifest is None:
             continue
         names = [*manifest.files, manifests.NAME]
-        with suppress(FileNotFoundError):  # another writer was faster
+        with suppress(FileNotFoundError):  # another writer has removed it
             if set(os.listdir(path)) <= {*names}:
-                # Renamed before it is removed, so that no reader finds half a checkpoint.
+                # Rename before removing, so that no reader finds an incomplete checkpoint.
                 os.rename(path, temporary / path.name)
                 shutil.rmtree(temporary / path.name)
-            else:  # files of somebody else are in it, and stay
+            else:  # keep the files of other programs
                 for name in names:
                     (path / name).unlink(missing_ok=True)
 
 
 def _checkpoints_in(root: Path) -> list[_Candidate]:
-    """Every directory in `root` that is named like a checkpoint and holds files of one, whole or not."""
-    places = [path for path in sorted(root.iterdir()) if DIRECTORY.fullmatch(path.name) and path.is_dir()]
-    return [one for one in map(_candidate, places) if one.manifest or _holds(one.path, ".json", ".safetensors")]
+    """Every directory in `root` with the name and the files of a checkpoint, intact or not."""
+    folders = [path for path in sorted(root.iterdir()) if DIRECTORY.fullmatch(path.name) and path.is_dir()]
+    return [one for one in map(_candidate, folders) if one.manifest or _holds(one.path, ".json", ".safetensors")]
 
 
 def _candidates(root: Path) -> list[_Candidate]:
-    """The checkpoints in `root`, or `root` itself where it is one (also under another name, as a copy called best/)."""
+    """The checkpoints in `root`, or `root` itself if it is a checkpoint (even renamed, such as a copy called best/)."""
     itself = _candidate(root)
     if DIRECTORY.fullmatch(root.name):
         return [itself]
@@ -462,36 +478,36 @@ def _holds(path: Path, *endings: str) -> bool:
 
 
 def _require_candidates(root: Path) -> list[_Candidate]:
-    with explained("Checkpoints could not be looked for in", root):
+    with explained("Cannot look for checkpoints in", root):
         if not root.exists():
             there = nearest(root)
             raise CheckpointError(
-                f"{root} does not exist, so there is no checkpoint. {there} does, and holds: {contents(there)}. "
-                "Give the directory that run.save() was given."
+                f"{root} does not exist, so there is no checkpoint. {there} exists, and contains: {contents(there)}. "
+                "Give the directory that you passed to run.save()."
             )
         if candidates := _candidates(root):
             return candidates
         raise CheckpointError(
-            f"{root} holds no checkpoint (a directory named like step-00000042). Found there: {contents(root)}. "
-            "Give the directory that run.save() was given, or one checkpoint in it."
+            f"{root} holds no checkpoint (a directory named like step-00000042). It contains: {contents(root)}. Give "
+            "the directory that you passed to run.save(), or one checkpoint in it."
         )
 
 
-def _read_part(place: Path, name: str, manifest: Manifest) -> Any:
+def _read_part(folder: Path, name: str, manifest: Manifest) -> Any:
     tensors: dict[str, Tensor] = {}
     if f"{name}.safetensors" in manifest.files:
-        path = place / f"{name}.safetensors"
+        path = folder / f"{name}.safetensors"
         open_plain(path).close()
         with _damaged(path, SafetensorError), safe_open(path, framework="pt") as file:
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-    path = place / f"{name}.json"
+    path = folder / f"{name}.json"
     with open_plain(path) as opened, _damaged(path, MemoryError):
         return plain_state.read_saved(opened.read(), tensors, str(path))
 
 
 @contextmanager
 def _damaged(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise these errors of a file's reader as a CheckpointError that names the file."""
+    """Convert errors of these kinds, raised while a file is read, into a CheckpointError that names the file."""
     try:
         yield
     except kinds as error:
@@ -500,8 +516,8 @@ def _damaged(path: Path, *kinds: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def _only_warned(what: str) -> Iterator[None]:
-    """Phase 3: the checkpoint is saved already, so an error is a warning."""
+    """Phase 3: the checkpoint is already saved, so an error becomes a warning."""
     try:
         yield
     except OSError as error:
-        warn(f"{what}: {error}.")  # the line of run.save()
+        warn(f"{what}: {error}.")  # Python shows it with the line of run.save()

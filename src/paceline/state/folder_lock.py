@@ -1,19 +1,19 @@
-"""One run at a time writes checkpoints into a folder: a lock, which names the run that has it.
+"""Lock a checkpoint folder, so that only one run at a time writes to it.
 
-The lock is a file in the folder, `.in-use.json`. Its owner writes who it is (user, host, process), holds the kernel's
-lock on the file (flock), and counts up a number in it every BEAT_SECONDS. At the end of the run the file is removed. A
-run that was killed leaves the file. The next run finds out whether the owner lives:
+The lock is a file in the folder, `.in-use.json`. Its owner writes its user, host and process there, holds a kernel lock
+on the file (flock), and increments a counter in the file every BEAT_SECONDS. At the end of the run the file is removed.
+A killed run leaves the file. The next run determines whether the owner is alive:
 
-1. The kernel's lock is held: it lives. (The kernel frees the lock when a process dies, on many network file systems
-   also that of another machine.)
-2. The kernel's lock is free, and the owner had the same kernel, since the same boot: it is dead.
-3. The file system has no locks, and this process sees those of the owner: the process id and its start time tell.
-4. Otherwise the owner was on another machine, whose locks may not be seen here: it lives if it counts on within
-   WATCH_SECONDS.
+1. The kernel lock is held: the owner is alive. (The kernel frees the lock when a process dies; on many network file
+   systems this also works across machines.)
+2. The kernel lock is free, and the owner ran on the same kernel since the same boot: the owner is dead.
+3. The file system has no locks, but this process is in the owner's PID namespace: compare process id and start time.
+4. Otherwise the owner ran on another machine, and its kernel lock may be invisible on this machine. The owner is alive
+   if its counter changes within WATCH_SECONDS.
 
-A start of the same launch (`--max-restarts`) takes the lock over. Reading needs no lock: several runs may start from
-one folder. A run takes the lock before its first save, and of a folder in which it resumes (`missing_ok=True`) before
-its first training batch.
+A restart of the same launch (`--max-restarts`) takes over the lock. Reading needs no lock: several runs may start from
+one folder. A run takes the lock before its first save. If it resumes in a folder (`missing_ok=True`), it takes the lock
+before its first training batch.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ FILE = ".in-use.json"
 BEAT_SECONDS = 8.0
 WATCH_SECONDS = 25.0
 _FORGOTTEN_SECONDS = (
-    3600.0  # without a count for so long, by the file's time: dead, whatever the clocks of two machines
+    3600.0  # if the file is older than this, the owner is dead; long enough for machines with different clocks
 )
-_SAME_RUN_SECONDS = 10.0  # for a killed process of the same launch to give the kernel's lock back
+_SAME_RUN_SECONDS = 10.0  # the time for a killed process of the same launch to release the kernel lock
 
-_open: set[int] = set()  # handles that this process holds
+_open: set[int] = set()  # the lock files that this process holds
 
 
 def _close_all() -> None:
-    """In a forked child, such as a loader's worker: it may outlive the owner, whose locks it would keep."""
+    """Close the lock files in a forked child, such as a loader's worker, since it may outlive the owner."""
     while _open:
         with contextlib.suppress(OSError):
             os.close(_open.pop())
@@ -68,26 +68,26 @@ class FolderLocks:
     def __init__(self, say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)) -> None:
         self._say = say
         self._held: dict[str, _Lock] = {}
-        self._resumes: list[Path] = []  # to take before the first training batch
+        self._resumes: list[Path] = []  # folders to lock before the first training batch
 
     def resumes(self, folder: Path) -> None:
-        """The run goes on in this folder, if it trains."""
+        """Record that the run resumes in this folder. It is locked if the run trains."""
         self._resumes.append(folder.absolute())
 
     def before_batch(self) -> None:
-        """Before a training batch. Raises CheckpointError: see `take`."""
+        """Lock the folders in which the run resumes. Called at the first training batch. Raises as `take`."""
         while self._resumes:
-            if (folder := self._resumes.pop()).is_dir():  # else the first save makes it, and takes the lock
+            if (folder := self._resumes.pop()).is_dir():  # otherwise the first save makes and locks it
                 self.take(folder)
 
     def take(self, folder: Path) -> None:
-        """Have the lock of this folder, which is made where it is missing. Calling it again is cheap.
+        """Lock this folder, and make it if it is missing. Calling it again is cheap.
 
-        Raises CheckpointError where another run has it. Where no file can be made there, nobody has it: a save will say
-        why.
+        Raises CheckpointError if another run has the lock. If no file can be made there, it takes no lock: the save
+        will report the problem.
         """
         folder = folder.absolute()
-        if DIRECTORY.fullmatch(folder.name):  # of one checkpoint: a save refuses it
+        if DIRECTORY.fullmatch(folder.name):  # the path of one checkpoint: a save refuses it
             return
         with contextlib.suppress(OSError):
             make_directory(folder)
@@ -95,7 +95,7 @@ class FolderLocks:
             if (held := self._held.get(key)) is not None:
                 if held.is_own():
                     return
-                self._held.pop(key).release()  # the folder or the file was removed, or another run has taken it
+                self._held.pop(key).release()  # the folder or file was removed, or another run has taken the lock
             self._held[key] = _take(folder, self._say)
 
     def close(self) -> None:
@@ -104,11 +104,11 @@ class FolderLocks:
 
 
 class _Lock:
-    """A file that is this run's.
+    """A lock file of this run.
 
     Args:
-        path, handle: of the file.
-        record: what is in it.
+        path, handle: the open file.
+        record: its content.
     """
 
     def __init__(self, path: Path, handle: int, record: dict[str, Any]) -> None:
@@ -120,11 +120,11 @@ class _Lock:
         self._thread: threading.Thread | None = threading.Thread(target=self._beat, name="paceline-lock", daemon=True)
         try:
             self._thread.start()
-        except RuntimeError:  # this user may have no more threads: only other machines notice
+        except RuntimeError:  # the user's thread limit: only detection from other machines suffers
             self._thread = None
 
     def is_own(self) -> bool:
-        """Is the file still there, and this run's?"""
+        """Whether the file still exists and belongs to this run."""
         found = _read(self._path)
         return found is not None and found.get("token") == self._record["token"]
 
@@ -157,9 +157,9 @@ class _Lock:
 
 
 def _take(folder: Path, say: Callable[[str], None]) -> _Lock:
-    """Raises CheckpointError where another run has the lock, OSError where no file can be made."""
+    """Take the lock. Raises CheckpointError if another run has it, and OSError if no file can be made."""
     path = folder / FILE
-    own = _own_record()
+    record = _own_record()
     deadline = time.monotonic() + _SAME_RUN_SECONDS
     while True:
         handle = _open_file(path)
@@ -168,17 +168,17 @@ def _take(folder: Path, say: Callable[[str], None]) -> _Lock:
             former = _read(path)
             late = time.monotonic() > deadline
             if os.fstat(handle).st_nlink == 0 or (locked is False and former is None and not late):
-                pass  # its owner has just removed it, or has just made it: look again
-            elif former is not None and _is_same_process(former, own):
-                return _Lock(path, handle, own)
-            elif former is not None and own["launch"] and former.get("launch") == own["launch"]:
-                if locked is not False or late:  # else a killed process that still gives back its memory
-                    return _Lock(path, handle, own)
-            elif locked is False or (former is not None and _lives(path, former, own, locked is True, say)):
+                pass  # the owner has just removed or just made the file: try again
+            elif former is not None and _is_same_process(former, record):
+                return _Lock(path, handle, record)
+            elif former is not None and record["launch"] and former.get("launch") == record["launch"]:
+                if locked is not False or late:  # otherwise a killed process is still releasing its memory
+                    return _Lock(path, handle, record)
+            elif locked is False or (former is not None and _lives(path, former, record, locked is True, say)):
                 raise CheckpointError(_refusal(folder, former or {}))
             elif os.access(path, os.W_OK):
-                return _Lock(path, handle, own)
-            else:  # of another user, whose run is dead
+                return _Lock(path, handle, record)
+            else:  # a dead run of another user
                 path.unlink()
         except BaseException:
             os.close(handle)
@@ -190,12 +190,12 @@ def _take(folder: Path, say: Callable[[str], None]) -> _Lock:
 def _open_file(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    except PermissionError:  # another user's
+    except PermissionError:  # the file belongs to another user
         return os.open(path, os.O_RDONLY)
 
 
 def _flock(handle: int) -> bool | None:
-    """Take the kernel's lock. True: this process has it. False: another has it. None: the file system has none."""
+    """Take the kernel lock. True: taken. False: another process has it. None: the file system has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -206,7 +206,7 @@ def _flock(handle: int) -> bool | None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What the owner has written; None where there is nothing, or nothing of ours."""
+    """The owner's record; None if the file is missing or is no lock file."""
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(4096))
@@ -226,7 +226,7 @@ def _own_record() -> dict[str, Any]:
         "boot": _kernel("/proc/sys/kernel/random/boot_id"),
         "processes": _namespace(),
         "born": _born(os.getpid()),
-        # Alike at all starts of one launch, and at no other: the folder of the launcher's messages.
+        # Identifies the launch, with the same value at each restart: the folder of the launcher's messages.
         "launch": os.path.dirname(os.environ[ERROR_FILE]) if under_launcher else "",
         "token": secrets.token_hex(8),
         "beats": 0,
@@ -236,7 +236,7 @@ def _own_record() -> dict[str, Any]:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (OSError, KeyError):  # a user without a name, as in containers
+    except (OSError, KeyError):  # the user has no name, as in some containers
         return str(os.getuid())
 
 
@@ -247,46 +247,46 @@ def _kernel(path: str) -> str:
 
 
 def _namespace() -> str:
-    """In which the numbers of processes mean the same."""
+    """The PID namespace: process ids are comparable within it."""
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
 
 
 def _born(pid: int) -> str:
-    """When the process began, in ticks since the boot (proc_pid_stat(5), field 22); "" where it is not there."""
+    """The start time of the process, in ticks since the boot (proc_pid_stat(5), field 22); "" if unknown."""
     return (_kernel(f"/proc/{pid}/stat").rpartition(")")[2].split() or [""] * 20)[19]
 
 
-def _lives(path: Path, former: dict[str, Any], own: dict[str, Any], locked: bool, say: Callable[[str], None]) -> bool:
-    """Does the owner live? locked: does this process have the kernel's lock?"""
-    place = "boot" if own["boot"] else "host"  # containers of one machine have one kernel, which keeps the locks
-    if former.get(place) == own[place]:
+def _lives(path: Path, former: dict[str, Any], here: dict[str, Any], locked: bool, say: Callable[[str], None]) -> bool:
+    """Whether the owner is alive. here: this process's record. locked: whether this process has the kernel lock."""
+    kernel = "boot" if here["boot"] else "host"  # containers of one machine share its kernel, and so its locks
+    if former.get(kernel) == here[kernel]:
         if locked:
             return False
-        if former.get("processes") == own["processes"]:
+        if former.get("processes") == here["processes"]:
             return _is_alive(former)
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > _FORGOTTEN_SECONDS:
             return False
     say(
-        f"paceline: {path.parent} was last used by {_owner(former)}. Watching for {WATCH_SECONDS:.0f} s whether that "
-        "run lives."
+        f"paceline: {path.parent} was last used by {_owner(former)}. Checking for {WATCH_SECONDS:.0f} s whether that "
+        "run is still alive."
     )
     deadline = time.monotonic() + WATCH_SECONDS
     while time.monotonic() < deadline:
         time.sleep(min(1.0, WATCH_SECONDS / 10))
         found = _read(path)
         if found is None:
-            return False  # it has ended
+            return False  # the owner has ended
         if (found.get("token"), found.get("beats")) != (former["token"], former.get("beats")):
             return True
     return False
 
 
-def _is_same_process(former: dict[str, Any], own: dict[str, Any]) -> bool:
-    """Was it another run of this process? One process has one run at a time."""
-    return all(former.get(key) == own[key] for key in ("host", "boot", "processes", "pid", "born"))
+def _is_same_process(former: dict[str, Any], here: dict[str, Any]) -> bool:
+    """Whether the owner was an earlier run of this process, which has one run at a time."""
+    return all(former.get(key) == here[key] for key in ("host", "boot", "processes", "pid", "born"))
 
 
 def _is_alive(former: dict[str, Any]) -> bool:
@@ -312,6 +312,6 @@ def _refusal(folder: Path, former: dict[str, Any]) -> str:
     end = f"kill {former.get('launcher') or former.get('pid', '?')}"
     return (
         f"{folder} is in use by {_owner(former)}, since {former.get('since', '?')}. Two runs would mix their "
-        f"checkpoints. Give this run another directory, or end that one (`{end}` on {former.get('host', '?')}). If you "
-        f"are sure that it has ended, remove {folder / FILE}."
+        f"checkpoints. Use another directory for this run, or end the other run (`{end}` on "
+        f"{former.get('host', '?')}). If you are sure that it has ended, remove {folder / FILE}."
     )

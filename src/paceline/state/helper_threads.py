@@ -1,4 +1,4 @@
-"""Threads for what a writer of files need not wait for at once: to hash a file, or to sync it."""
+"""Threads that hash and sync files while the writer continues."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class HelperThreads:
-    """A context with `count` threads. Leaving it waits for all that was submitted.
+    """A context with `count` threads. Leaving it waits for all submitted tasks.
 
-    concurrent.futures' pool takes no more work once the interpreter begins to exit. A checkpoint that is written in the
-    background is then still under way, and the interpreter waits for it.
+    Unlike the pools of concurrent.futures, these threads accept work while the interpreter exits: a background save may
+    still be running, and the interpreter waits for it.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -26,12 +26,12 @@ class HelperThreads:
             thread = threading.Thread(target=self._work, name=f"{name}_{number}")
             try:
                 thread.start()
-            except RuntimeError:  # at the exit of Python 3.12.0 and 3.12.1, or too many: then `submit` does the work
+            except RuntimeError:  # at the exit of Python 3.12.0 and 3.12.1, or too many threads: `submit` does the work
                 break
             self._threads.append(thread)
 
     def submit(self, function: Callable[..., T], *arguments: object) -> Future[T]:
-        """Have a thread call it."""
+        """Call the function in a thread, or in this thread if no thread could be started."""
         future: Future[T] = Future()
 
         def task() -> None:

@@ -1,8 +1,9 @@
-"""Hyperparameters of optimizers and schedules in a restored run: the script's or the checkpoint's.
+"""Hyperparameters of optimizers and schedules in a restored run: from the script or from the checkpoint.
 
-A checkpoint holds two of each: the value at hand, which a schedule may have changed, and the value with which training
-began. Only the latter tells whether the script was changed since. Then either the checkpoint's goes on, and a line says
-so; or the script's does, and its schedule is moved on by as many steps as the checkpoint's had made.
+A checkpoint holds two values of each hyperparameter: the current value, which a schedule may have changed, and the
+value at the start of training. If the value at the start differs from the script's value, the script was changed. The
+run then prints a line, and either keeps the checkpoint's value, or takes the script's value and advances the script's
+schedule to the checkpoint's number of steps.
 """
 
 from __future__ import annotations
@@ -17,31 +18,34 @@ from torch import Tensor
 
 from paceline.errors import SettingError
 
-Whose = Literal["checkpoint", "script"]
+HyperparameterSource = Literal["checkpoint", "script"]
 Values = dict[str, Any]  # name -> value
 Begun = dict[str, Any]  # {"optimizers": [[values of each param group], ...], "schedulers": [values, ...]}
 
 
 class Change(NamedTuple):
-    """A hyperparameter of the script that is another than that with which the checkpoint's training began."""
+    """A hyperparameter whose value in the script differs from its value when the checkpoint's training began."""
 
     kind: str  # "optimizers" or "schedulers"
-    number: int  # of the optimizer or scheduler
-    group: int  # of its param groups
+    number: int  # the number of the optimizer or scheduler
+    group: int  # the number of its param group
     name: str
     saved: Any
-    own: Any
+    own: Any  # the script's value
 
 
 class Hyperparameters:
-    """Of all prepared optimizers and schedulers. allow: calls a function that may step a scheduler (guards.py)."""
+    """The hyperparameters of all prepared optimizers and schedulers.
+
+    allow: calls a function, and allows it to step schedulers (guards.py).
+    """
 
     def __init__(self, allow: Callable[[Callable[[], object]], object]) -> None:
         self._allow = allow
         self._optimizers: list[torch.optim.Optimizer] = []
-        self._schedulers: list[tuple[Any, dict[str, Any]]] = []  # with their states at `prepare`
-        self._own: Begun = {"optimizers": [], "schedulers": []}  # as the script gave them
-        self.begun: Begun = {"optimizers": [], "schedulers": []}  # with which training began
+        self._schedulers: list[tuple[Any, dict[str, Any]]] = []  # (scheduler, its state at `prepare`)
+        self._script: Begun = {"optimizers": [], "schedulers": []}  # the script's values
+        self.begun: Begun = {"optimizers": [], "schedulers": []}  # the values at the start of training
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizers.append(optimizer)
@@ -50,34 +54,37 @@ class Hyperparameters:
     def add_scheduler(self, scheduler: Any) -> None:
         state = scheduler.state_dict()
         self._schedulers.append((scheduler, copy.deepcopy(state)))
-        # Its rates and counters follow from the optimizer's, and are no settings of its own.
+        # The scheduler's rates and counters follow from the optimizer; they are not settings of the scheduler.
         names = [name for name in state if not name.startswith("_") and name not in ("last_epoch", "base_lrs")]
         self._note("schedulers", [_values_of({name: state[name] for name in names})])
 
     def _note(self, kind: str, groups: list[Values]) -> None:
-        self._own[kind].append(groups)
+        self._script[kind].append(groups)
         self.begun[kind].append(copy.deepcopy(groups))
 
-    def restored(self, saved: Begun, whose: Whose) -> list[str]:
-        """After a checkpoint was loaded, of which `saved` is `begun`. Returns what to print: a line for each change."""
+    def restored(self, saved: Begun, source: HyperparameterSource) -> list[str]:
+        """Apply the chosen values after a checkpoint was loaded. Returns the lines to print, one per change.
+
+        saved: the checkpoint's `begun`.
+        """
         changes = [
-            Change(kind, number, place, name, old[name], new[name])
-            for kind, own in self._own.items()
-            for number, (before, now) in enumerate(zip(saved.get(kind, ()), own, strict=False))
-            for place, (old, new) in enumerate(zip(before, now, strict=False))
+            Change(kind, number, group, name, old[name], new[name])
+            for kind, given in self._script.items()
+            for number, (before, now) in enumerate(zip(saved.get(kind, ()), given, strict=False))
+            for group, (old, new) in enumerate(zip(before, now, strict=False))
             for name in new
             if name in old and old[name] != new[name]
         ]
-        self.begun = copy.deepcopy(self._own)
-        if whose == "script":
-            self._keep_own(changes)
+        self.begun = copy.deepcopy(self._script)
+        if source == "script":
+            self._use_script(changes)
         else:
             for one in changes:
                 self.begun[one.kind][one.number][one.group][one.name] = one.saved
-        return [self._line(alike, whose) for alike in _in_several_groups(changes)]
+        return [self._line(alike, source) for alike in _in_several_groups(changes)]
 
-    def _keep_own(self, changes: Sequence[Change]) -> None:
-        """The script's values, and schedules from their beginning to the step at hand."""
+    def _use_script(self, changes: Sequence[Change]) -> None:
+        """Set the script's values, and advance the script's schedules from their start to the current step."""
         for one in changes:
             if one.kind == "optimizers":
                 group = self._optimizers[one.number].param_groups[one.group]
@@ -88,44 +95,44 @@ class Hyperparameters:
             schedulers = [(one, fresh) for one, fresh in self._schedulers if one.optimizer is optimizer]
             if not schedulers:
                 continue
-            own = self._own["optimizers"][self._optimizers.index(optimizer)]
-            for group, given in zip(optimizer.param_groups, own, strict=False):  # where the schedule begins
+            initial = self._script["optimizers"][self._optimizers.index(optimizer)]
+            for group, given in zip(optimizer.param_groups, initial, strict=False):  # the schedule's initial values
                 for name, value in given.items():
                     group[name] = _like(group[name], value)
             for scheduler, fresh in schedulers:
                 steps = _steps(scheduler.state_dict())
                 scheduler.load_state_dict(copy.deepcopy(fresh))
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # that no update comes before each: those were made long ago
+                    warnings.simplefilter("ignore")  # torch would warn that no optimizer step came first
                     for _ in range(steps):
                         self._allow(scheduler.step)
 
-    def _line(self, alike: Sequence[Change], whose: Whose) -> str:
+    def _line(self, alike: Sequence[Change], source: HyperparameterSource) -> str:
         one = alike[0]
-        several = len(self._own[one.kind]) > 1
+        several = len(self._script[one.kind]) > 1
         of = f" of {one.kind[:-1]} {one.number}" if several or one.kind == "schedulers" else ""
         groups = [change.group for change in alike]
-        if len(self._own[one.kind][one.number]) > 1:
+        if len(self._script[one.kind][one.number]) > 1:
             of += f" (param group{'s' * (len(groups) > 1)} {', '.join(map(str, groups))})"
-        if whose == "script":
-            return f"{one.name}={one.own}{of} is this script's, in place of {one.saved} in the checkpoint."
+        if source == "script":
+            return f"using {one.name}={one.own}{of} from this script (the checkpoint has {one.saved})."
         return (
-            f"{one.name}={one.saved}{of} is the checkpoint's, in place of {one.own} in this script. To go on with the "
-            "script's: run.restore(directory, hyperparameters='script')."
+            f"using {one.name}={one.saved}{of} from the checkpoint (this script has {one.own}). To use the script's "
+            "value: run.restore(directory, hyperparameters='script')."
         )
 
 
-def check_whose(value: str) -> None:
-    """Raises SettingError for what is neither."""
+def check_source(value: str) -> None:
+    """Raises SettingError unless the value is "checkpoint" or "script"."""
     if value not in ("checkpoint", "script"):
         raise SettingError(
-            f"run.restore(hyperparameters={value!r}): 'checkpoint' (the default) goes on with the learning rate and "
-            "the other options of optimizers that the checkpoint has, 'script' with those that this script gives."
+            f"run.restore(hyperparameters={value!r}): write 'checkpoint' (the default) to continue with the "
+            "checkpoint's learning rate and other optimizer options, or 'script' to use this script's."
         )
 
 
 def _in_several_groups(changes: Iterable[Change]) -> list[list[Change]]:
-    """The changes that differ in their param group alone, together."""
+    """Group the changes that differ only in their param group."""
     found: dict[Any, list[Change]] = {}
     for one in changes:
         found.setdefault((one.kind, one.number, one.name, str(one.saved), str(one.own)), []).append(one)
@@ -133,7 +140,7 @@ def _in_several_groups(changes: Iterable[Change]) -> list[list[Change]]:
 
 
 def _values_of(values: dict[str, Any]) -> Values:
-    """What of a param group or a schedule is a number, a text or a few numbers."""
+    """The entries of a param group or a schedule that are numbers, strings or lists of numbers."""
     found: Values = {}
     for name, value in values.items():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -145,15 +152,15 @@ def _values_of(values: dict[str, Any]) -> Values:
     return found
 
 
-def _like(there: Any, value: Any) -> Any:
-    """A plain value in the form of the one that is there."""
-    if isinstance(there, Tensor):
-        return torch.full_like(there, value)
+def _like(current: Any, value: Any) -> Any:
+    """Convert a plain value to the type of the current value: a tensor or a tuple."""
+    if isinstance(current, Tensor):
+        return torch.full_like(current, value)
     return tuple(value) if isinstance(value, list) else value
 
 
 def _steps(state: dict[str, Any]) -> int:
-    """How many steps a scheduler has made. A chain has no count, and lists the states of its members."""
+    """The number of steps in a scheduler's state. A chain has no count, but lists the states of its members."""
     if "last_epoch" in state:
         return int(state["last_epoch"])
     members = (part for value in state.values() if isinstance(value, list) for part in value if isinstance(part, dict))

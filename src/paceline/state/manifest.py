@@ -1,16 +1,16 @@
-"""manifest.json: the files that a whole checkpoint has. It is written last.
+"""manifest.json: lists the files of a complete checkpoint. It is written last.
 
     {
-      "format": 1,               the format of the checkpoint; a program refuses a number that it does not know
+      "format": 1,               the format of the checkpoint; readers refuse an unknown number
       "step": 42,
-      "serial": 7,               one more than the largest in the directory when it was written: the order in time
+      "serial": 7,               the order in time: one more than the largest serial in the directory
       "meta": {...},             a document of plain_state.py, without tensors
       "files": {"model.json": {"size": 812, "sha256": "..."}, "model.safetensors": {...}, ...},
-      "sha256": "..."            of this file itself, with 64 zeros in this place
+      "sha256": "..."            the hash of this file, computed with 64 zeros here
     }
 
-`format`, `serial` and the file's own `sha256` will mean the same in every later format. A directory is no checkpoint
-without a manifest that fits its own hash.
+`format`, `serial` and the file's `sha256` keep their meaning in every later format. A directory is a checkpoint only if
+its manifest matches the hash in it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ DIRECTORY = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # a second save at the same
 
 _ZEROS = b"0" * 64
 _SHA256 = re.compile("[0-9a-f]{64}")
-_MOST_BYTES = 2**26  # of a manifest, which has some 130 for each file
+_MOST_BYTES = 2**26  # the largest manifest; it has about 130 bytes per file
 
 
 class Damage(Exception):
-    """A directory is not a whole checkpoint. lines: one for each damaged file, with its hash."""
+    """A directory is not an intact checkpoint. lines: one per damaged file, with its hash."""
 
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(lines))
@@ -63,7 +63,7 @@ class Manifest:
     format: int = FORMAT
 
     def dump(self) -> bytes:
-        """The bytes of the file, with its own hash."""
+        """The bytes of the file, including its hash."""
         fields = {
             "format": self.format,
             "step": self.step,
@@ -77,9 +77,9 @@ class Manifest:
 
 
 def load(directory: Path) -> Manifest:
-    """The manifest of one checkpoint directory. Raises Damage where there is none that can be trusted.
+    """The manifest of one checkpoint directory. Raises Damage if it is missing or damaged.
 
-    Of a manifest of an unknown format, only `format` and `serial` are read. `require_known` refuses it.
+    For an unknown format, only `format` and `serial` are read, and `require_known` refuses the manifest.
     """
     path = directory / NAME
     try:
@@ -95,7 +95,7 @@ def load(directory: Path) -> Manifest:
         actual = hashlib.sha256(_swap(data, claimed.encode(), _ZEROS)).hexdigest()
         if claimed == actual:
             return _parse(fields)
-    except Exception as error:  # whatever bytes that nobody vouches for bring json or Python to raise
+    except Exception as error:  # untrusted bytes may make json or Python raise anything
         actual = hashlib.sha256(data).hexdigest()
         raise Damage(f"{path}: not a manifest ({type(error).__name__}: {error}); its sha256 is {actual}") from error
     raise Damage(f"{path}: expected sha256 {claimed}, found {actual}")
@@ -107,15 +107,15 @@ def _parse(fields: Any) -> Manifest:
         return Manifest(step=0, serial=serial, meta=None, files={}, format=_whole("format", fields["format"]))
     files = {name: Entry(**entry) for name, entry in fields["files"].items()}
     if not files:
-        raise ValueError("it names no file")
+        raise ValueError("it lists no files")
     for name, entry in files.items():
         if Path(name).name != name or "\0" in name:
             raise ValueError(f"{name!r} is not a plain file name")
         if name == NAME or not name.endswith((".json", ".safetensors")):
-            raise ValueError(f"a checkpoint has no file called {name!r}")
+            raise ValueError(f"{name!r} is not a file of a checkpoint")
         _whole(f"the size of {name}", entry.size)
         if f"{Path(name).stem}.json" not in files:
-            raise ValueError(f"it names {name}, and no {Path(name).stem}.json")
+            raise ValueError(f"it lists {name}, but not {Path(name).stem}.json")
         if not _SHA256.fullmatch(entry.sha256):
             raise ValueError(f"the sha256 of {name} is {entry.sha256!r}")
     return Manifest(step=_whole("step", fields["step"]), serial=serial, meta=fields["meta"], files=files)
@@ -123,22 +123,21 @@ def _parse(fields: Any) -> Manifest:
 
 def _whole(what: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**63:
-        raise ValueError(f"{what} is {str(value)[:40]}, and a whole number is needed")
+        raise ValueError(f"{what} is {str(value)[:40]}, not an integer of at least 0")
     return value
 
 
 def require_known(manifest: Manifest, directory: Path) -> None:
-    """Raises CheckpointError for a checkpoint whose format this version cannot read."""
+    """Raises CheckpointError if this version cannot read the checkpoint's format."""
     if manifest.format != FORMAT:
         raise CheckpointError(
             f"{directory} has checkpoint format {manifest.format}; this version of Paceline reads format {FORMAT}. "
-            "Use the version that wrote it (`pip install -U paceline` where that is a newer one), or give another "
-            "checkpoint."
+            "Use the version that wrote it (for a newer version `pip install -U paceline`), or another checkpoint."
         )
 
 
 def verify(directory: Path, manifest: Manifest) -> None:
-    """Read every file of a checkpoint (some 0.6 s a GiB). Raises Damage that names each file that has changed."""
+    """Read every file of a checkpoint (about 0.6 s per GiB). Raises Damage with each changed or missing file."""
     with ThreadPoolExecutor(max_workers=4, thread_name_prefix="paceline-verify") as pool:
         found = pool.map(lambda item: list(_examine(directory, *item)), manifest.files.items())
         lines = [line for some in found for line in some]
@@ -151,7 +150,7 @@ def _examine(directory: Path, name: str, entry: Entry) -> Iterator[str]:
     try:
         with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
-            # One that is too long is not read: it may have no end.
+            # Do not read a file that is too long: it may be endless.
             actual = sha256_of(file) if size <= entry.size else ""
     except OSError as error:
         yield f"{path}: {unreadable(error)} (expected sha256 {entry.sha256})"
@@ -162,8 +161,8 @@ def _examine(directory: Path, name: str, entry: Entry) -> Iterator[str]:
 
 
 def _swap(data: bytes, old: bytes, new: bytes) -> bytes:
-    """`data` with the last `old` replaced: the manifest's own hash is at its end."""
+    """Replace the last `old` in `data`, since the manifest's hash is at the end."""
     head, found, tail = data.rpartition(old)
     if not found:
-        raise ValueError("no hash of its own")
+        raise ValueError("it does not contain its hash")
     return head + new + tail

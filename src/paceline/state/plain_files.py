@@ -1,7 +1,7 @@
-"""Plain files: opened where they are such, hashed, and compared with the hashes that lie beside them.
+"""Open and hash plain files, and compare them with their checksum files.
 
-The hashes of FILE are in FILE.sha256, in the form that `sha256sum` of GNU coreutils writes, and checks with
-`sha256sum --check FILE.sha256`:
+FILE.sha256 holds the hashes of FILE and of files that belong to it, in the format of GNU coreutils. To check them with
+coreutils, use `sha256sum --check FILE.sha256`.
 
     0f343b0931126a20f133d67c2b018a3b1e8a...  model.onnx
     9f86d081884c7d659a2feaa0c55ad015a3bf...  model.onnx.data
@@ -19,10 +19,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 CHECKSUMS = ".sha256"
-"""What follows the name of a file in that of its checksums."""
+"""The suffix of a checksum file."""
 
 _CHUNK_BYTES = 4 * 2**20
-_MOST_BYTES = 2**20  # of checksums
+_MOST_BYTES = 2**20  # the part of a checksum file that is read
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\n]+)")
 _KINDS = {
     stat.S_IFIFO: "a pipe",
@@ -34,18 +34,20 @@ _KINDS = {
 
 
 def open_plain(path: Path) -> io.FileIO:
-    """Opens a plain file for reading. Raises OSError for anything else: a link may lead anywhere, a pipe waits for
-    ever, and a device may never end."""
+    """Open a plain file for reading. Raises OSError for a link, a pipe, a device or a directory.
+
+    A link may lead anywhere, reading a pipe may block forever, and a device may be endless.
+    """
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
-        raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'no plain file')}")
+        raise OSError(errno.EINVAL, f"it is {_KINDS.get(stat.S_IFMT(mode), 'not a plain file')}")
     return io.FileIO(handle, "rb")
 
 
 def sha256_of(file: io.FileIO) -> str:
-    """The sha256 of an open file, from where it stands, in hexadecimal. Other threads run meanwhile."""
+    """The sha256 of an open file from its current position, in hexadecimal. Releases the GIL."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
     while count := file.readinto(buffer):
@@ -54,7 +56,7 @@ def sha256_of(file: io.FileIO) -> str:
 
 
 def hash_of(path: Path) -> str:
-    """The sha256 of a plain file. Raises OSError."""
+    """The sha256 of a plain file. Raises OSError if the file cannot be read."""
     with open_plain(path) as file:
         return sha256_of(file)
 
@@ -67,21 +69,25 @@ def unreadable(error: OSError) -> str:
 
 
 def checksums_of(file: Path) -> Path:
-    """Where the checksums of a file lie."""
+    """The path of a file's checksum file."""
     return file.with_name(file.name + CHECKSUMS)
 
 
 def write_checksums(file: Path, made: Iterable[Path]) -> Path:
-    """Write the hashes of the files `made`, which lie beside `file`. Returns the path of what was written."""
+    """Write the hashes of the files `made` into the checksum file of `file`, and return that checksum file's path.
+
+    All files must be in one directory.
+    """
     path = checksums_of(file)
     path.write_text("".join(f"{hash_of(one)}  {one.name}\n" for one in made), "utf-8")
     return path
 
 
 def compare_checksums(file: Path) -> list[str]:
-    """A line for each file that its checksum does not fit, and for checksums that cannot be read. Empty: all fit.
+    """Compare files with their checksums. Returns one line per mismatch or unreadable file.
 
-    file: the exported file, or that of its checksums."""
+    The result is empty if all files match. file: the exported file, or its checksum file.
+    """
     path = file if file.name.endswith(CHECKSUMS) else checksums_of(file)
     try:
         with open_plain(path) as opened:
@@ -91,7 +97,7 @@ def compare_checksums(file: Path) -> list[str]:
     entries = [_LINE.fullmatch(line) for line in text.splitlines()]
     named = {entry[2] for entry in entries if entry}
     if not all(entries) or path.name.removesuffix(CHECKSUMS) not in named or not text.endswith("\n"):
-        return [f"{path}: damaged; no list of checksums of {path.name.removesuffix(CHECKSUMS)}"]
+        return [f"{path}: damaged; it is not a list of checksums of {path.name.removesuffix(CHECKSUMS)}"]
     return [line for entry in entries if entry for line in _compared(path.with_name(entry[2]), entry[1])]
 
 

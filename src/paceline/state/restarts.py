@@ -1,10 +1,10 @@
-"""Restarts: what lets a run go on after it was stopped, or has lost a rank or a machine, beside the script's own saves.
+"""Restarts: save state, besides the script's saves, for a run that is stopped or loses a rank or a machine.
 
-preemption.py           a run that is asked to stop saves a checkpoint and ends
-newest_state.py         where a rank dies, the others hand the newest state to the next start
-memory_checkpoints.py   checkpoints in memory, every few steps
+preemption.py           a run that is asked to stop saves a checkpoint and exits
+newest_state.py         if a rank dies, the others save the newest state for the restart
+memory_checkpoints.py   in-memory checkpoints, every few steps
 
-The launcher asks for each of them through the environment.
+The launcher enables each of these by an environment variable.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from paceline.world import HANDOVER, LAUNCHER_PID, STOP_FILE, World
 
 
 class Restarts:
-    """The restarts of one run.
+    """Saves the state of one run for its restarts, and finds it after a restart.
 
     Args:
-        steps: how many steps were made.
-        save: writes a checkpoint into this directory, and returns its path. Collective.
-        saving: a context around a write into memory.
+        steps: returns the number of steps so far.
+        save: writes a checkpoint into a directory, and returns the checkpoint's path. Collective.
+        saving: returns the context in which an in-memory checkpoint is made.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class Restarts:
         strategy, device, env = stepper.strategy, stepper.device, os.environ
         looks: dict[str, Any] = {"ready": self._between_steps, "steps": steps}
         self._preemption = _preemption(world, env, lambda path: Preemption(path, strategy, device, **looks, save=save))
-        # On accelerators nothing is handed on: with NCCL, a rank that waits for one that has died is ended by torch,
-        # without an exception. Without a folder the launcher does not start ranks again.
+        # The launcher sets HANDOVER if it restarts ranks. Not on accelerators: with NCCL, torch ends a rank that waits
+        # for a dead rank, and raises no exception in it.
         self._newest: NewestState | None = None
         if (folder := env.get(HANDOVER)) and device.type == "cpu":
             self._newest = NewestState(folder, strategy, state, position, models, optimizers, **looks)
         every = asked_for(env)
         self._memory = None if every is None else MemoryCheckpoints(every, strategy, state, world.node, **looks)
-        keepers = self._newest, self._memory
-        self._keepers: list[NewestState | MemoryCheckpoints] = [one for one in keepers if one is not None]
+        savers = self._newest, self._memory
+        self._savers: list[NewestState | MemoryCheckpoints] = [one for one in savers if one is not None]
 
     def _between_steps(self) -> bool:
         """Whether a checkpoint may be written now."""
@@ -73,7 +73,7 @@ class Restarts:
 
     @property
     def after_batch(self) -> tuple[Callable[[Loader], None], ...]:
-        """What is called when the script comes back for its next training batch."""
+        """The hooks to call when the script fetches its next training batch."""
         hooks: list[Callable[[Loader], None]] = [] if self._newest is None else [self._newest.after_batch]
         hooks += [] if self._memory is None else [self._keep_in_memory]
         return (*hooks, *([] if self._preemption is None else [self._preemption.after_batch]))
@@ -85,49 +85,51 @@ class Restarts:
                 self._memory.keep(self._position.counters())
 
     def prepared(self) -> None:
-        """Models or optimizers were prepared."""
+        """Called after models or optimizers were prepared."""
         if self._newest is not None:
             self._newest.prepared()
 
     def saved(self, directory: Path) -> None:
-        """The script has saved a checkpoint there."""
+        """Record that the script has saved a checkpoint in this directory."""
         if self._preemption is not None:
             self._preemption.saves(directory.absolute())
 
     @property
     def kept(self) -> Callable[[], WholeCheckpoint | None] | None:
-        """Finds the newest checkpoint that an earlier start of this run has kept; None where nothing is kept."""
-        return self._find if self._keepers else None
+        """A function that finds the newest state kept before a restart; None if this run keeps no state."""
+        return self._find if self._savers else None
 
     def _find(self) -> WholeCheckpoint | None:
-        found = [whole for keeper in self._keepers if (whole := keeper.find()) is not None]
+        found = [whole for saver in self._savers if (whole := saver.find()) is not None]
         return max(found, key=lambda whole: whole.step, default=None)
 
     def restored(self, directory: Path) -> None:
-        """The script has looked there for a checkpoint, and the run goes on from it, or begins."""
+        """Record that the script has looked for a checkpoint in this directory."""
         if self._preemption is not None:
             self._preemption.restores(directory)
 
     def begin(self) -> None:
-        """The run goes on: from here on its state is kept."""
-        for keeper in self._keepers:
-            keeper.begin()
+        """Start keeping the state of the run. Called when the script has called run.restore."""
+        for saver in self._savers:
+            saver.begin()
 
-    def hand_on(self, error: BaseException) -> None:
-        """An uncaught error ends this process: what it has may help those that start the run again."""
+    def save_newest(self, error: BaseException) -> None:
+        """Save the newest state for the restart. Called with the uncaught error that ends this process."""
         if self._newest is not None:
-            self._newest.hand_on(error)
+            self._newest.save_newest(error)
 
     def close(self) -> None:
-        for keeper in self._keepers:
-            keeper.close()
+        for saver in self._savers:
+            saver.close()
         if self._preemption is not None:
             self._preemption.close()
 
 
 def _preemption(world: World, env: Mapping[str, str], make: Callable[[str | None], Preemption]) -> Preemption | None:
-    """What looks after each step whether the launcher, or a signal to a process without one, asks the run to stop;
-    None: nothing does."""
+    """Make the object that checks for requests to stop; None if no check is possible.
+
+    Requests come from the launcher or, for a single process without a launcher, from a signal.
+    """
     path = env.get(STOP_FILE)
     if path or (world.size == 1 and LAUNCHER_PID not in env):
         with contextlib.suppress(OSError, ValueError):  # the launcher's folder is gone, or full

@@ -1,4 +1,4 @@
-"""The position of a run, which a checkpoint holds: which epoch it is, how many updates were made."""
+"""The position of a run for its checkpoints: the epoch, and the number of updates."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from paceline.strategies.base import Strategy
 class Epochs:
     """Counts epochs for `run.epochs`.
 
-    A checkpoint that is written in an epoch's body belongs to this epoch while a training loader is in the middle of
-    its data. When the data have been read, it belongs to the next epoch: the rest of the body (evaluation, saving) is
-    not repeated.
+    While a training loader is in the middle of its data, a checkpoint belongs to the current epoch. After the end of
+    the data a checkpoint belongs to the next epoch, so a resumed run does not repeat the rest of the loop body
+    (evaluation, saving).
 
-    A loop that is left by `break` while replicas train apart prints a message, and does not average them: a closed
-    generator cannot tell a `break` on all ranks from an exception on one, and a collective would then wait for ever.
+    With independent replicas, a `break` out of the loop prints a message and does not average the replicas. A closed
+    generator cannot distinguish a `break` on all ranks from an exception on one rank, where a collective would hang.
     """
 
     def __init__(self, loaders: Callable[[], Sequence[Loader]], strategy: Strategy, main: bool) -> None:
         self._loaders, self._strategy, self._main = loaders, strategy, main
         self._current = 0  # the number of the epoch
-        self._inside = False  # whether the body of an epoch runs
-        self._ended_before: dict[str, int] = {}  # Loader.ended of each loader when the body began
-        self._restored = False  # whether a restored run has epochs behind it, and run.epochs was not called since
+        self._inside = False  # whether the loop body is running
+        self._ended_before: dict[str, int] = {}  # Loader.ended of each loader at the start of the body
+        self._restored = False  # whether completed epochs were restored, and run.epochs was not called since
 
     def up_to(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs that remain of `count`. Raises UsageError."""
+        """An iterator over the numbers of the remaining epochs, out of `count` epochs. Raises UsageError."""
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise UsageError(f"run.epochs({count!r}): a whole number of epochs, 0 or more, is needed.")
+            raise UsageError(f"run.epochs({count!r}): give the number of epochs, an integer of at least 0.")
         return self._up_to(count)
 
     def _up_to(self, count: int) -> Iterator[int]:
@@ -44,17 +44,17 @@ class Epochs:
             try:
                 yield self._current
             except GeneratorExit:
-                self._tell_if_apart()
+                self._warn_if_independent()
                 raise
             self._inside = False
             self._current += 1
 
-    def _tell_if_apart(self) -> None:
+    def _warn_if_independent(self) -> None:
         if self._main and not self._strategy.synchronized():
             print(
-                "paceline: the loop over run.epochs was left before its end, while each process has its own weights: "
-                "what the script itself computes with the model from here on differs from rank to rank. run.save, "
-                "run.export and every evaluation loader average them; so does the loop, where it ends by itself.",
+                "paceline: the script left the loop over run.epochs early, and the weights differ between processes. "
+                "From now on, what the script computes with the model differs between ranks. run.save, run.export and "
+                "every evaluation loader average the weights; so does the regular end of the loop.",
                 file=sys.stderr,
             )
 
@@ -62,7 +62,7 @@ class Epochs:
         return {"epoch": self._current + int(self._inside and self._data_read())}
 
     def _data_read(self) -> bool:
-        """Whether the training loaders have been read to their ends in this epoch."""
+        """Whether a training loader has reached its end in this epoch, and none is in the middle of its data."""
         loaders = self._loaders()
         read = [loader for loader in loaders if loader.ended > self._ended_before.get(loader.name, 0)]
         return bool(read) and all(loader.current is None for loader in loaders)
@@ -72,13 +72,13 @@ class Epochs:
         self._restored = self._current > 0
 
     def on_training_yield(self) -> None:
-        """Warn where a restored run trains on and has not asked `run.epochs` with which epoch to go on."""
+        """Warn if a restored run trains without `run.epochs`, and so repeats epochs."""
         if not self._restored:
             return
         self._restored = False
         warn(
-            f"the restored run has {self._current} epochs behind it, but the loop over epochs is not `for epoch in "
-            "run.epochs(n)`, so that all n are made once more. With it, a run goes on with the epoch where it stopped.",
+            f"the restored run has already completed {self._current} epochs, but the script's loop would repeat them. "
+            "Write `for epoch in run.epochs(n)`, which continues with the epoch where the run stopped.",
         )
 
 
@@ -89,19 +89,19 @@ class RunPosition:
         self._updates, self._ownership, self._epochs = stepper.updates, stepper.ownership, epochs
 
     def counters(self) -> dict[str, Any]:
-        """As a checkpoint has them."""
+        """The counters for a checkpoint."""
         updates = self._updates
         counts = {"updates": list(updates.counts.values()), "skipped": updates.left_out}
         return {**counts, "by_hand": self._ownership.manual_updates, "epochs": self._epochs.state_dict()}
 
     def counts(self) -> list[int]:
-        """The updates of each optimizer, steps that were left out, and updates that the script has made by hand."""
+        """The numbers of updates of each optimizer, of skipped updates, and of updates without run.step."""
         return [*self._updates.counts.values(), self._updates.left_out, self._ownership.manual_updates]
 
     def load_counters(self, found: dict[str, Any]) -> None:
-        """Go on from the counters of a checkpoint."""
+        """Set the counters from a checkpoint."""
         updates = self._updates
         updates.counts.update(zip(updates.counts, found["updates"], strict=True))
         updates.skipped, updates.skipped_alone = found["skipped"], 0
-        self._ownership.manual_updates = found.get("by_hand", 0)  # older checkpoints have none
+        self._ownership.manual_updates = found.get("by_hand", 0)  # older checkpoints lack this key
         self._epochs.load_state_dict(found["epochs"])

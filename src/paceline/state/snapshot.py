@@ -1,8 +1,8 @@
-"""Copies of tensors in host memory, from which a checkpoint is written.
+"""Copy tensors to host memory, to write a checkpoint from them.
 
-`on_host` copies only tensors that safetensors cannot write as they are. It is for a save during which nothing trains.
-`SnapshotBuffers` copies every tensor into memory that later snapshots use again. It is for a save that goes on while
-training changes the originals. (Fresh memory can cost twenty times the copy: the kernel maps it page by page.)
+`on_host` copies only tensors that safetensors cannot write unchanged. Use it if training waits for the save.
+`SnapshotBuffers` copies every tensor, into memory that later snapshots reuse. Use it if training continues during the
+save. (Allocating new memory can take twenty times the time of the copy, since the kernel maps it page by page.)
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 
 
 class SnapshotBuffers:
-    """Host memory for one set of named tensors, which each snapshot uses again."""
+    """Host memory for one set of named tensors. Each snapshot reuses it."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, tuple[Tensor, bool]] = {}  # name -> (buffer, whether it is pinned)
 
     def copy(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """A copy of each tensor on the host: contiguous, whole, sharing memory with no other.
+        """A contiguous copy of each tensor on the host, in separate memory.
 
-        Copies from CUDA go to pinned memory, with one wait for all of them. The buffers themselves are returned, and
-        the next call overwrites them. A buffer is allocated anew where the shape, the dtype or the kind of device has
-        changed. It is freed when its name is gone.
+        Copies from CUDA go to pinned memory, and the host waits once for all of them. Returns the buffers themselves,
+        which the next call overwrites. A buffer is reallocated if the shape, the dtype or the kind of device has
+        changed. It is freed if its name is no longer in `named`.
         """
         self._buffers = {name: kept for name, kept in self._buffers.items() if name in named}
         busy: set[torch.device] = set()
@@ -44,27 +44,27 @@ class SnapshotBuffers:
             buffer, pinned = self._buffers[name]
             if buffer.shape == source.shape and buffer.dtype == source.dtype and pinned == source.is_cuda:
                 return buffer
-            del self._buffers[name], buffer  # frees its memory before the new buffer is allocated
+            del self._buffers[name], buffer  # free its memory before allocating the new buffer
         buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
         self._buffers[name] = buffer, source.is_cuda
         return buffer
 
 
 def on_host(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, detached, on the host, contiguous, without shared memory; copied only where necessary.
+    """The tensors on the host, detached and contiguous; no two share memory. Copied only if necessary.
 
-    Tied weights are whole under each of their names: load_state_dict wants them so, and safetensors refuses shared
+    Tied weights are copied under each of their names: load_state_dict needs all names, and safetensors refuses shared
     memory. Views of disjoint parts of one storage are not copied.
     """
     ready: dict[str, Tensor] = {}
-    borrowed: list[tuple[int, int, str]] = []  # [start, end) in memory, of what was not copied
+    borrowed: list[tuple[int, int, str]] = []  # (start address, end address, name) of each tensor
     for name, source in named.items():
         plain = source.detach().cpu().resolve_conj().resolve_neg().contiguous()
         if plain.numel():
             borrowed.append((plain.data_ptr(), plain.data_ptr() + plain.nbytes, name))
         ready[name] = plain
     free_from = 0
-    for start, end, name in sorted(borrowed, key=lambda one: (one[0], -one[1])):  # the longest of an address first
+    for start, end, name in sorted(borrowed, key=lambda one: (one[0], -one[1])):  # at each address the longest first
         if start < free_from:
             ready[name] = ready[name].clone()
         else:

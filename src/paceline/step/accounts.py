@@ -1,18 +1,16 @@
-"""The gradient of a global batch, kept exact over micro-batches, several backward calls and unknown counts.
+"""Accumulate the exact gradient of a global batch, over micro-batches and several backward calls.
 
-A backward call has a number in its micro-batch, from 0. Its loss is either a mean over examples or a sum over counted
-things, such as tokens. The loader knows which share of the global batch the examples are. Nobody knows the number of
-tokens in the global batch before its last micro-batch. So the gradients of each denominator have an account of their
-own:
+The backward calls of a micro-batch are numbered from 0. The loss of a call is either a mean over examples or a sum over
+counted items, such as tokens. The number of examples in the global batch is known from the start. The number of tokens
+is known only at the last micro-batch. So gradients with different denominators are kept in separate accounts:
 
-  Micro-batches before the last: autograd adds the gradients of sum / P into the account. P is a power of two near the
-    first count, so that the choice of P changes no bits. Where a strategy reduces each micro-batch, all ranks agree on
-    one P.
+  Micro-batches before the last: autograd adds the gradients of sum / P to the account. P is a power of two near the
+    first count, so its choice changes no bits. If the strategy reduces every micro-batch, all ranks use the same P.
   The last micro-batch: the counts are summed over all replicas into C, the account is multiplied by P / C, autograd
     adds the gradients of sum / C, and the strategy reduces the account over the replicas once.
 
-`.grad` holds one account at a time; the others are stashed beside it. With one backward call in each micro-batch, the
-usual case, accounts are never swapped. The account FINAL holds what has been reduced: the exact, unscaled mean.
+`.grad` holds one account at a time; the others are stashed. In the usual case, one backward call per micro-batch,
+accounts are never swapped. The account FINAL holds the reduced gradient: the exact, unscaled mean.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives
-from paceline.comm.mesh import Mesh
+from paceline.comm.mesh import Mesh, world_group
 from paceline.comm.scalars import scalar, wide_dtype
 from paceline.comm.tree_sums import Tree
 from paceline.data.batch_plan import Request
@@ -34,7 +31,7 @@ from paceline.strategies.base import Term, Weight, Weights
 from paceline.strategies.gradient_store import GradientStore, Grads, any_gradient, scale_
 
 Key = tuple[int, int]
-"""(number of the backward call, number of the term). All means over examples share the term number MEANS."""
+"""(backward call number, term number). All means over examples share the term number MEANS."""
 
 MEANS = -1
 FINAL: Key = (-1, -1)
@@ -46,18 +43,18 @@ class Accounts:
     def __init__(self, store: GradientStore, mesh: Mesh, device: torch.device) -> None:
         self._store, self._mesh, self._device = store, mesh, device
         self._counts = Counts(mesh, device, store.reduces_each)
-        self._current: Key = FINAL  # the account that `.grad` holds
-        self._final_is_exact = False  # FINAL holds gradients that this object has completed
+        self._current: Key = FINAL  # the account in `.grad`
+        self._final_is_exact = False  # whether this object completed the gradients in FINAL
         self._accumulated: Key | None = None  # the account in `.grad`, if earlier micro-batches have added to it
-        self._stashed: dict[Key, Grads] = {}  # the accounts that `.grad` does not hold
+        self._stashed: dict[Key, Grads] = {}  # the accounts that are not in `.grad`
         self.used = False  # whether `start_global_batch` has something to clear
         self.unfinished = False  # whether gradients may wait for the last micro-batch of their global batch
-        self.trees: dict[Key, Tree] = {}  # for each account: the tree of shards that is not complete (tree_accounts.py)
+        self.trees: dict[Key, Tree] = {}  # for each account: its incomplete tree of shards (tree_accounts.py)
         # The parameters that backward calls of the open global batch have reached. None with a single optimizer.
         self.reached: set[Tensor] | None = None
 
     def open(self, call: int) -> None:
-        """Put the account of this call's means into `.grad`, for the usual pass: `passes` returns one account."""
+        """Put the account of this call's means into `.grad`. A fast path for a call that has no other account."""
         if self._current == FINAL and not self._stashed and not self._store.replicas:
             for p in self._store.parameters:  # an inlined any_gradient
                 if p.grad is not None:
@@ -68,9 +65,9 @@ class Accounts:
         self.switch_to((call, MEANS))
 
     def passes(self, terms: list[list[Term]], request: Request, call: int) -> list[list[Key]]:
-        """The accounts of each backward pass of one call. Adds what the call's sums are over.
+        """Add the counts of a backward call. Returns, for each backward pass of the call, its accounts.
 
-        The caller brackets each pass by `begin` and `end`. terms: the terms of the loss of each piece.
+        The caller calls `begin` before each pass and `end` after it. terms: for each piece, the terms of its loss.
         """
         keys = keys_of(terms, call)
         for key in keys:
@@ -80,9 +77,9 @@ class Accounts:
         return [keys] if request.final else [[key] for key in keys]
 
     def begin(self, keys: Sequence[Key], terms: list[list[Term]], request: Request, scale: float) -> Weights:
-        """Put these accounts into `.grad`. Returns the weight of each term of each piece for this pass.
+        """Put these accounts into `.grad`. Returns the weight of each term of each piece in this pass.
 
-        scale: a factor of all weights.
+        scale: multiplies all weights.
         """
         if not request.final:
             (key,) = keys
@@ -98,20 +95,20 @@ class Accounts:
         return weigh(terms, request, scale, inverse, only=None)
 
     def end(self, keys: Sequence[Key], request: Request, scale: float) -> None:
-        """The pass over these accounts was made."""
+        """Finish the backward pass over these accounts."""
         if request.final:
             self.complete(scale)
         else:
             self.accumulated(keys[0])
 
     def accumulated(self, key: Key) -> None:
-        """A micro-batch before the last has added to this account, which `.grad` holds."""
+        """Record that a micro-batch other than the last one has added gradients to this account, now in `.grad`."""
         self._accumulated = key if self._store.any() else None
 
     def switch_to(self, key: Key) -> None:
-        """Stash the account that `.grad` holds, and put this account in its place.
+        """Stash the account that is now in `.grad`, and put the account `key` into `.grad`.
 
-        Raises UsageError if the script has cleared earlier micro-batches, or has called backward() itself.
+        Raises UsageError if the script has cleared the gradients of earlier micro-batches, or called backward() itself.
         """
         if key == self._current:
             if self._accumulated == key and not self._store.any():
@@ -129,7 +126,7 @@ class Accounts:
         self._current, self.unfinished = key, True
 
     def _merge(self, keys: Sequence[Key], factors: Sequence[Weight | None]) -> None:
-        """Put the sum of these accounts, each times its factor (None: 1), into `.grad`."""
+        """Multiply each account by its factor (None: 1), and put the sum into `.grad`."""
         self.switch_to(keys[0])
         if factors[0] is not None:
             self._store.scale(factors[0])
@@ -141,7 +138,7 @@ class Accounts:
                 self._store.add(grads)
 
     def complete(self, scale: float) -> None:
-        """Unscale what `.grad` holds, which has been reduced, and add it to FINAL."""
+        """Unscale the reduced gradients in `.grad`, and add them to FINAL."""
         if scale != 1.0:
             self._store.scale(1.0 / scale)
         if self.reached is not None:
@@ -152,30 +149,30 @@ class Accounts:
         self.unfinished = bool(self._stashed or self.trees)
 
     def unreduced(self, parameters: Collection[Tensor]) -> bool:
-        """Whether these parameters have gradients of earlier micro-batches that no backward call has reduced yet."""
+        """Whether these parameters have gradients of earlier micro-batches that are not reduced yet."""
         if self.trees:
             return True
         if self._current == FINAL and not self._stashed:
             return False
-        asked = set(self._store.of(parameters))
-        if self._current != FINAL and any_gradient(asked):
+        wanted = set(self._store.of(parameters))
+        if self._current != FINAL and any_gradient(wanted):
             return True
         return any(
-            grad is not None and p in asked
+            grad is not None and p in wanted
             for key, grads in self._stashed.items()
             if key != FINAL
             for p, grad in zip(self._store.parameters, grads, strict=False)
         )
 
     def start_global_batch(self) -> None:
-        """Start a global batch that shares no update with the last one."""
+        """Start a global batch that shares no update with an earlier one."""
         self.used = False
         self._counts.clear()
         if self.reached is not None:
             self.reached.clear()
 
     def drop_unreduced(self) -> None:
-        """Drop the unreduced gradients of a global batch that the script has left before its end."""
+        """Drop the unreduced gradients of a global batch that the script has not completed."""
         self._accumulated = None
         self.trees.clear()
         if self._current != FINAL:
@@ -185,7 +182,7 @@ class Accounts:
         self.unfinished = False
 
     def clear(self) -> None:
-        """Drop all gradients, also the reduced ones."""
+        """Drop all gradients, including the reduced ones."""
         self._store.clear(self._store.parameters)
         self._stashed.clear()
         self.trees.clear()
@@ -193,10 +190,10 @@ class Accounts:
 
 
 class Counts:
-    """How many things the sums of one global batch are over, on this process so far.
+    """The counts of the open global batch on this process, by account.
 
-    agreed: all ranks need the same P. That costs one small all-reduce for each account of a global batch with
-    micro-batches.
+    agreed: whether all ranks need the same P. If so, each account of a global batch with several micro-batches costs
+    one small all-reduce.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device, agreed: bool) -> None:
@@ -210,28 +207,30 @@ class Counts:
             self._sums[key] = self._sums[key] + count if key in self._sums else count
 
     def power(self, key: Key) -> Weight:
-        """P, the power of two by which this account's sums are divided; chosen at the first call."""
+        """P: this account's sums are divided by this power of two. It is chosen at the first call."""
         if key not in self._powers:
-            first = collectives.all_reduce(self._vector([key]))[0] if self._agreed else self._sums[key]
+            first = world_group().all_reduce(self._vector([key]))[0] if self._agreed else self._sums[key]
             self._powers[key] = _power_of_two(first)
         return self._powers[key]
 
     def inverse(self, keys: Sequence[Key]) -> dict[int, Weight]:
-        """1 / C for each of these accounts, by its term number; 0 where C is 0. C: the sum of the account's counts over
-        the gradient group."""
+        """1 / C for each of these accounts, by term number; 0 where C is 0.
+
+        C: the sum of the account's counts over the gradient group.
+        """
         if not keys:
             return {}
-        counts = collectives.all_reduce(self._vector(keys), group=self._mesh.gradient)
+        counts = self._mesh.gradient.all_reduce(self._vector(keys))
         inverse = torch.where(counts > 0, 1 / counts.clamp(min=torch.finfo(counts.dtype).tiny), 0)
         return {key[1]: value for key, value in zip(keys, inverse.unbind(), strict=True)}
 
     def _vector(self, keys: Sequence[Key]) -> Tensor:
-        """(len(keys),): this process's sums, in float64 where the device has it."""
+        """(len(keys),): this process's counts so far, in float64 if the device supports it."""
         dtype = wide_dtype(self._device)
         return torch.stack([scalar(self._sums[key], dtype, self._device) for key in keys])
 
     def clear(self) -> None:
-        """Start another global batch."""
+        """Reset for the next global batch."""
         self._sums.clear()
         self._powers.clear()
 
@@ -252,8 +251,8 @@ def weigh(
 ) -> Weights:
     """The weight of each term of each piece, times the loss scale.
 
-    A mean over examples weighs as much as their share of the global batch; a sum over counted things weighs
-    `inverse[number of its term]`. only: give weights to the terms of this account alone, and None to the others.
+    The weight of a mean over examples is the examples' share of the global batch. The weight of a sum over counted
+    items is `inverse[term number]`. only: the term number of one account; terms of other accounts get None.
     """
 
     def weight(number: int, term: Term, examples: int) -> Weight | None:

@@ -1,16 +1,16 @@
-"""Do all processes make the same call? A call in which all take part, on some of them only, is named before it hangs.
+"""Check that all processes make the same collective call, and report a mismatch before it hangs.
 
-Each such call (`run.mean`, `run.save`, the backward that sums gradients) begins with one small exchange: the name of
-the call, and the script's line. Of the calls that scripts make in each step that is so for the first ones alone, where
-such mistakes show; of the others always. What is not compared the launcher names when it has hung
-(launcher/stalls.py).
+Each collective call (`run.mean`, `run.save`, the backward that sums gradients) begins with one small exchange: the name
+of the call, and its line in the script. Calls that scripts make in every step are compared only the first COMPARED
+times, since mistakes in them show early. All other calls are always compared. If a call that is not compared hangs, the
+launcher reports it (launcher/stalls.py).
 
-Where another process has ended before such a call, torch's error tells of a closed connection. One that names the call,
-its line and the remedy is put in its place (`call`). Torch's error stays its cause, by which the launcher knows that it
-is a consequence.
+If another process has exited before such a call, torch only reports a closed connection. `call` then raises an error
+that names the call, its line and the remedy. Its __cause__ is torch's error, so the launcher can see that the new error
+is secondary.
 
-Which calls are compared follows from the calls alone, which all processes make alike. It must not follow from where a
-process is: one may look at a batch by itself, and keep the loader's iterator.
+The number of calls so far decides whether a call is compared, since that number is the same on all processes. The
+position in the data must not decide: one process alone may fetch a batch to look at it, and keep the loader's iterator.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from paceline.comm import collectives
-from paceline.errors import UsageError, in_words, only_tells_of_a_lost_peer, script_line
+from paceline.comm.mesh import world_group
+from paceline.errors import UsageError, describe_error, only_reports_lost_peer, script_line
 from paceline.strategies.base import Strategy
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,11 +29,11 @@ BACKWARD = "the backward of a batch"
 IN_EACH_STEP = frozenset({BACKWARD, "run.mean", "run.sum", "run.ratio", "run.gather"})
 
 COMPARED = 32
-"""How many of the calls that scripts make in each step are compared."""
+"""Calls that scripts make in each step are compared this number of times in total."""
 
 
 class CallCheck:
-    """Compares the calls of all processes, as one of them sees it."""
+    """Compares this process's collective calls with those of the other processes."""
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -41,36 +41,40 @@ class CallCheck:
 
     @property
     def over(self) -> bool:
-        """Whether calls that scripts make in each step are compared no more."""
+        """Whether calls that scripts make in each step are no longer compared."""
         return self._left == 0
 
     def call(self, name: str) -> Call:
-        """A context around a call in which all processes take part: compares it (`same`), and names it where another
-        process has ended. name: as the script writes it."""
+        """Returns a context manager for a collective call.
+
+        The context manager compares the call over the processes (`same`). If another process has exited, this process
+        raises an error that names the call. name: the call as the script writes it.
+        """
         return Call(self, name)
 
     def same(self, call: str) -> None:
-        """Raises UsageError, on all processes, where they make different calls. Collective.
+        """Raises UsageError on all processes if they make different calls. Collective.
 
-        call: its name, as the script writes it.
+        call: the call as the script writes it.
         """
         in_each_step = call in IN_EACH_STEP
         if in_each_step and self._left == 0:
             return
         self._left -= in_each_step
-        if collectives.size_of() == 1:
+        if world_group().size == 1:
             return
-        everyone = collectives.gather_objects((call, script_line()))
+        everyone = world_group().gather((call, script_line()))
         if any(other != call for other, _ in everyone):
-            told = "; ".join(f"rank {rank}: {other}, at {line}" for rank, (other, line) in enumerate(everyone))
+            calls = "; ".join(f"rank {rank}: {other}, at {line}" for rank, (other, line) in enumerate(everyone))
             raise UsageError(
-                f"the processes make different calls ({told}). All of them take part in each of these calls, in one "
-                "order: take the call out of `if run.main:`, or of a branch or a loop that only some of them enter."
+                f"the processes make different calls ({calls}). Every process must make each of these calls, in the "
+                "same order. Move the call out of `if run.main:`, or out of a branch or loop that only some processes "
+                "enter."
             )
 
 
 class Call:
-    """What CallCheck.call returns. (No generator: its frames would stand in the script's traceback.)"""
+    """The context manager of CallCheck.call. A class, since a generator would add frames to the script's traceback."""
 
     def __init__(self, check: CallCheck, name: str) -> None:
         self._check, self._name = check, name
@@ -88,26 +92,26 @@ class Call:
             self._explain(error)
 
     def _explain(self, error: BaseException) -> None:
-        if only_tells_of_a_lost_peer([in_words(error)]):
+        if only_reports_lost_peer([describe_error(error)]):
             raise UsageError(_alone(self._name)) from error
 
 
 def by_all(method: F) -> F:
-    """A method of a Run in which all processes take part."""
+    """Decorate a method of Run that is a collective call."""
     name = f"run.{method.__name__}"
 
     def called(run: Any, *args: Any, **kwargs: Any) -> Any:
         with run.calls.call(name):
             return method(run, *args, **kwargs)
 
-    # A stall's message names the function that stands in the script's line: by its code.
+    # A stall report takes the name of the called function from its code object.
     called.__code__ = called.__code__.replace(co_name=method.__name__)
     return cast(F, wraps(method)(called))
 
 
 def _alone(call: str) -> str:
     return (
-        f"rank {collectives.rank_of()} is in {call}, at {script_line()}, and another process has ended without it. All "
-        f"processes take part in {call}: call it on every rank, outside of `if run.main:` (rank 0 alone writes the "
-        "files). If the other process failed, its own error is the cause."
+        f"rank {world_group().rank} is in {call}, at {script_line()}, but another process has exited without this "
+        f"call. Every process must call {call}: move it out of `if run.main:` (only rank 0 writes files anyway). If "
+        "the other process failed, its error is the cause."
     )

@@ -1,4 +1,4 @@
-"""The user's closure on one micro-batch of one shard."""
+"""Run the user's closure on one micro-batch of one shard."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.data.batch_plan import Piece, Request
-from paceline.data.loader import Bundle, Loader
+from paceline.data.batch_plan import Request
+from paceline.data.bundle import Bundle, Piece
+from paceline.data.loader import Loader
 from paceline.data.randomness import mix, seed_torch
 from paceline.errors import EmptyShardError, UsageError
 from paceline.step.loss import terms_of
@@ -20,7 +21,7 @@ from paceline.strategies.base import Term
 
 
 def pieces_of(batch: Any, request: Request, bundled: bool) -> list[Piece]:
-    """The pieces of what a loader has yielded for this request. bundled: it was a Bundle."""
+    """The pieces of a yielded batch. bundled: whether the loader yielded a Bundle for this request."""
     if isinstance(batch, Bundle):
         return batch.pieces
     if bundled:
@@ -30,7 +31,7 @@ def pieces_of(batch: Any, request: Request, bundled: bool) -> list[Piece]:
 
 
 def _noise(loader: Loader, request: Request, piece: Piece, call: int) -> AbstractContextManager[Any]:
-    """A context in which random draws belong to the examples of the piece, with noise="example"."""
+    """A context in which the piece's examples key random draws, for noise="example"; otherwise it does nothing."""
     if loader.noise is None:
         return nullcontext()
     part = next(part for part in request.parts if (part.shard, part.micro) == (piece.shard, piece.micro))
@@ -46,11 +47,12 @@ def computing(
     seeded: bool,
     check: Callable[[list[Tensor]], None] | None = None,
 ) -> Callable[[Any, Piece, torch.device], list[Term]]:
-    """`Work.compute`: a function that runs the closure on one piece, and returns the terms of its loss.
+    """Returns `Work.compute`: a function that runs the closure on one piece, and returns the terms of its loss.
 
-    call: the number of the backward call in its micro-batch. Each call draws random numbers of its own, the same under
-    every strategy. seeded: at the first call torch's generators still have the key that the loader gave them for the
-    only piece. check: is given the terms that are weighted by their share of examples; may raise.
+    call: the number of the backward call in its micro-batch. Each call has its own random numbers, the same under every
+        strategy.
+    seeded: whether the loader has already seeded torch's generators for the first call. Only if there is one piece.
+    check: called with the values of the terms that are means over examples; may raise.
     """
 
     def compute(replica: Any, piece: Piece, device: torch.device) -> list[Term]:

@@ -1,9 +1,11 @@
-"""Operations without a deterministic kernel, under `deterministic=True` and `reproducible=V`.
+"""Handle operations that have no deterministic kernel, under `deterministic=True` and `reproducible=V`.
 
-Some operations have none on a GPU; torch's page of use_deterministic_algorithms lists them. Pooling over windows that
-do not overlap has an exact equivalent, a mean over the dimensions of the windows, whose backward is deterministic:
-`convert` has such layers compute it. For all others torch raises an error that names a kernel, often within a backward,
-where no line of the model is. `explained` finds the layer.
+Some operations have no deterministic kernel on a GPU; torch's page on use_deterministic_algorithms lists them.
+
+- Pooling over windows that do not overlap equals a mean over the window dimensions, and the backward of that mean is
+  deterministic. `convert` makes such layers compute the mean.
+- For all other operations torch raises an error that names a kernel, often in a backward, where the traceback shows no
+  line of the model. `explained` finds the layer.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from paceline.errors import ModelError
 
 REFUSED = "does not have a deterministic implementation"
-"""The part of torch's message by which its error is recognised."""
+"""Identifies torch's error: this text is part of its message."""
 
 
 def _window_mean(x: Tensor, counts: tuple[int, ...]) -> Tensor:
@@ -34,7 +36,7 @@ def _sizes(value: Any, dims: int) -> tuple[Any, ...]:
 
 
 class _AdaptiveWindows:
-    """Adaptive average pooling where each output size divides the input's."""
+    """Adaptive average pooling. Computes a mean over windows if each output size divides the input size."""
 
     dims: int
     output_size: Any
@@ -63,7 +65,7 @@ class AdaptiveAvgPool3d(_AdaptiveWindows, nn.AdaptiveAvgPool3d):
 
 
 class AvgPool3d(nn.AvgPool3d):
-    """Average pooling where windows neither overlap nor leave elements out."""
+    """Average pooling. Computes a mean over windows if they neither overlap nor leave elements out."""
 
     def forward(self, x: Tensor) -> Tensor:
         widths, strides, padding = (_sizes(v, 3) for v in (self.kernel_size, self.stride, self.padding))
@@ -83,8 +85,7 @@ _EQUIVALENTS: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def convert(model: nn.Module) -> None:
-    """Give pooling layers an exact equivalent with a deterministic backward, in place: the same objects change their
-    class."""
+    """Change the class of pooling layers, in place, to an exact equivalent with a deterministic backward."""
     for module in model.modules():
         equivalent = _EQUIVALENTS.get(type(module))
         if equivalent is not None:
@@ -92,20 +93,22 @@ def convert(model: nn.Module) -> None:
 
 
 _REMEDIES = {
-    "adaptiveavgpool": "Give it an output size that divides the input's: it is then a mean over windows, exactly.",
-    "avgpool3d": "Give it stride=kernel_size, without padding, and sizes that divide: it is then a mean over windows.",
+    "adaptiveavgpool": "Use an output size that divides the input size: the layer is then exactly a mean over windows.",
+    "avgpool3d": "Use stride=kernel_size, no padding, and sizes that divide: the layer is then a mean over windows.",
     "upsample": "Use mode='nearest', or a transposed convolution.",
     "reflectionpad": "Pad with zeros or by replication.",
-    "gridsampler": "It is what torch.nn.functional.grid_sample calls.",
+    "gridsampler": "torch.nn.functional.grid_sample calls it.",
     "nllloss": "Move the classes last and flatten: F.cross_entropy(logits.flatten(0, -2), targets.flatten()).",
-    "cumsum": "Compute it in whole numbers, or on the CPU.",
+    "cumsum": "Compute it in integers, or on the CPU.",
 }
-"""By the beginning of the kernel's name, without underscores: what may take its place."""
+"""The remedy for a kernel, by the beginning of its name without underscores."""
 
 
 def explained(error: BaseException, models: Iterable[nn.Module], setting: str) -> ModelError | None:
-    """A better error for torch's about an operation without a deterministic kernel; None for others. setting: what asks
-    for deterministic kernels, as the user writes it."""
+    """A better error than torch's for an operation without a deterministic kernel; None for other errors.
+
+    setting: the setting that asks for deterministic kernels, as the user writes it.
+    """
     text = str(error)
     if not isinstance(error, RuntimeError) or REFUSED not in text:
         return None
@@ -118,12 +121,12 @@ def explained(error: BaseException, models: Iterable[nn.Module], setting: str) -
         if len(type(module).__name__) > 3 and plain.startswith(type(module).__name__.lower())
     ]
     listed = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-    where = f"It belongs to {listed}." if found else "No layer of the model has its name: a function of torch calls it."
-    remedy = next((what for start, what in _REMEDIES.items() if plain.startswith(start)), "")
+    where = f"It belongs to {listed}." if found else "No layer of the model has this name: a torch function calls it."
+    remedy = next((text for start, text in _REMEDIES.items() if plain.startswith(start)), "")
     return ModelError(
-        f"{setting} asks for deterministic kernels, and torch has none for {kernel or 'an operation'} on "
-        f"{_device_of(models)}. {where} {remedy}{' ' if remedy else ''}Else compute this part in another way or on the "
-        "CPU, or leave the setting out."
+        f"{setting} requires deterministic kernels, but torch has none for {kernel or 'an operation'} on "
+        f"{_device_of(models)}. {where} {remedy}{' ' if remedy else ''}Otherwise compute this part differently or on "
+        "the CPU, or leave the setting out."
     )
 
 

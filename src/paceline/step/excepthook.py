@@ -1,4 +1,4 @@
-"""The excepthook: what a user sees of an uncaught exception."""
+"""The excepthook: explains an uncaught exception to the user."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ def explain_uncaught(
     before: Callable[[BaseException], None],
     better: Callable[[BaseException], Exception | None],
 ) -> None:
-    """Install an excepthook that calls the one before it. before: is called first, with the error. better: returns a
-    better error, whose message is added to this one; None: there is none.
+    """Install an excepthook that explains errors, and then calls the previous excepthook.
 
-    It shows a PacelineError without frames from inside Paceline. It adds a note to an error in the loop where the shard
-    was empty, or too small for batch norm. latest: returns the loader that yielded last.
+    It removes Paceline's frames from the traceback of a PacelineError. It adds a note to an error in the loop if the
+    shard was empty, or too small for batch norm.
+
+    Args:
+        latest: returns the loader that yielded last.
+        before: called first, with the error.
+        better: returns a better error or None. The better error's message is added to the error as a note.
     """
     previous = sys.excepthook
 
@@ -44,7 +48,7 @@ def explain_uncaught(
 
 
 def _note(error: BaseException, loader: Loader | None) -> str:
-    """What the current yield has to do with the error. Empty where nothing is known."""
+    """A note if the current yield explains the error (an empty or small shard); otherwise empty."""
     if isinstance(error, (PacelineError, KeyboardInterrupt)) or loader is None:
         return ""
     request, at = loader.current, loader.loop_exit

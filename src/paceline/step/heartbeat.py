@@ -1,8 +1,8 @@
-"""A run tells its launcher that it moves: it counts the batches that it takes, in a file that it has mapped.
+"""Report progress to the launcher: count batches in a memory-mapped file.
 
-The launcher looks at where a rank is every few seconds (launcher/stalls.py). One that is quick, and waits for slower
-ranks in every step, is found at the same line each time; the count shows that it has gone on in between. The time
-between two counts is also what the launcher's patience follows. A count is one write into memory, some 0.2 us.
+The launcher samples the current line of each rank every few seconds (launcher/stalls.py). A fast rank that waits for
+slower ranks in every step is always at the same line; the count shows that it still makes progress. From the time
+between counts the launcher also derives its default limit for a stall. One count is one memory write, about 0.2 us.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COUNT = struct.Struct("<Q")
 
 
 class Heartbeat:
-    """Call it with each batch. Without a launcher of Paceline's it does nothing."""
+    """Counts batches: call it once per batch. Without Paceline's launcher it does nothing."""
 
     def __init__(self) -> None:
         self._count, self._map = 0, None
@@ -25,19 +25,19 @@ class Heartbeat:
         if not path:
             return
         try:
-            self._count = read_beat(path + BEAT)  # of a run that this script has made before
+            self._count = read_beat(path + BEAT)  # continue the count of an earlier run in this script
             with open(os.open(path + BEAT, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
                 os.ftruncate(file.fileno(), _COUNT.size)
                 os.pwrite(
                     file.fileno(), _COUNT.pack(self._count), 0
-                )  # so that a full disk is an error here, and not SIGBUS
+                )  # so that a full disk is an error here, not a SIGBUS later
                 self._map = mmap.mmap(file.fileno(), _COUNT.size)
-        except OSError:  # the launcher's folder is gone, or full: it then knows only where the rank stands
+        except OSError:  # the launcher's folder is gone, or its disk full: the launcher then sees only the current line
             self._map = None
 
     @property
     def beats(self) -> bool:
-        """Whether a launcher looks at the count."""
+        """Whether a launcher reads the count."""
         return self._map is not None
 
     def __call__(self, _: object = None) -> None:

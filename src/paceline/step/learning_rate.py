@@ -1,10 +1,10 @@
-"""The learning rate of a larger global batch: how to scale it, and how to warm up to it.
+"""Scale and warm up the learning rate for a larger global batch.
 
-More devices do not change the global batch, and need nothing of this. When the global batch itself grows from B to kB,
-an epoch has fewer steps, each with a less noisy gradient. Goyal et al. 2017, "Accurate, Large Minibatch SGD: Training
-ImageNet in 1 Hour": multiply the rate of SGD by k (section 2.1), and reach it gradually over the first epochs, since
-early on the weights change too fast for this rule (section 2.2). For Adam and its like the square root of k fits better
-(Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
+More devices do not change the global batch, so they need no new learning rate. If the global batch grows from B to kB,
+an epoch has fewer steps, each with a less noisy gradient. For SGD multiply the rate by k (section 2.1 of Goyal et al.
+2017, "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour"). Increase it gradually over the first epochs, since
+the weights change too fast for this rule at first (section 2.2). For Adam and similar optimizers the square root
+of k fits better (Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms").
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ RULES = ("linear", "sqrt")
 
 
 def scale_lr(base_lr: float, base_batch: int, batch: int, rule: str = "linear") -> float:
-    """The learning rate for a global batch of `batch` examples, where `base_lr` is right for `base_batch`.
+    """The learning rate for a global batch of `batch` examples, given a tuned `base_lr` for `base_batch` examples.
 
     rule: "linear" multiplies by batch / base_batch (SGD; Goyal et al. 2017, section 2.1), "sqrt" by its square root
-    (Adam and its like; Malladi et al. 2022). Both are rules of thumb, and end where the batch is so large that
-    gradients are hardly noisy any more. Raises SettingError.
+    (Adam and similar optimizers; Malladi et al. 2022). Both are rules of thumb. They fail for batches with hardly any
+    gradient noise. Raises SettingError.
     """
     if not _is_number(base_lr) or not 0 < base_lr < math.inf:
-        raise SettingError(f"scale_lr(base_lr={base_lr!r}): a learning rate above 0 is needed.")
+        raise SettingError(f"scale_lr(base_lr={base_lr!r}): give a learning rate above 0.")
     for name, value in (("base_batch", base_batch), ("batch", batch)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise SettingError(f"scale_lr({name}={value!r}): a whole number of examples, at least 1, is needed.")
+            raise SettingError(f"scale_lr({name}={value!r}): give the number of examples, an integer of at least 1.")
     if rule not in RULES:
-        raise SettingError(f"scale_lr(rule={rule!r}) is not known. {suggest(str(rule), RULES)}")
+        raise SettingError(f"scale_lr(rule={rule!r}): unknown rule. {suggest(str(rule), RULES)}")
     factor = batch / base_batch
     return base_lr * (factor if rule == "linear" else math.sqrt(factor))
 
@@ -42,36 +42,42 @@ def scale_lr(base_lr: float, base_batch: int, batch: int, rule: str = "linear") 
 def warmup(
     optimizer: torch.optim.Optimizer, steps: int, *, start: float = 0.1, then: LRScheduler | None = None
 ) -> LRScheduler:
-    """A schedule that raises the learning rate in a straight line over the first `steps` optimizer steps.
+    """A schedule that increases the learning rate linearly over the first `steps` optimizer steps.
 
-    Update number t, from 0, is made with lr x (start + (1 - start) x t / steps) while t < steps, where lr is what the
-    optimizer was given for each parameter group (Goyal et al. 2017, section 2.2, begin at the rate of the small batch:
-    start=base_batch / batch). From t = steps on it is lr, or what the schedule `then` says, which begins there: its
-    update number 0 is our number `steps`. Plan it for the steps that remain.
+    lr is the optimizer's learning rate (of each parameter group), and t is the number of the update, from 0:
 
-    Prepare the warm-up, not `then`: `model, optimizer, schedule = run.prepare(model, optimizer, schedule)`. It moves
-    both. Raises SettingError.
+        t < steps:   lr x (start + (1 - start) x t / steps)
+        t >= steps:  lr, or the schedule `then`, which begins with its update 0 at t = steps
+
+    Goyal et al. 2017, section 2.2, start at the rate of the small batch: start=base_batch / batch. Plan `then` for the
+    remaining steps.
+
+    Prepare the warm-up, not `then`: `model, optimizer, schedule = run.prepare(model, optimizer, schedule)`. The warm-up
+    also steps `then`. Raises SettingError.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise SettingError(f"warmup(optimizer={type(optimizer).__name__}): a torch optimizer is needed.")
+        raise SettingError(f"warmup(optimizer={type(optimizer).__name__}): give a torch optimizer.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise SettingError(f"warmup(steps={steps!r}): a whole number of optimizer steps, at least 1, is needed.")
+        raise SettingError(f"warmup(steps={steps!r}): give the number of optimizer steps, an integer of at least 1.")
     if not _is_number(start) or not 0 <= start <= 1:
-        raise SettingError(f"warmup(start={start!r}): a part of the learning rate, from 0 to 1, is needed.")
+        raise SettingError(f"warmup(start={start!r}): give a fraction of the learning rate, from 0 to 1.")
     if isinstance(then, ReduceLROnPlateau):
         raise SettingError(
-            "warmup(then=ReduceLROnPlateau): it moves with a metric, not with steps. Leave then out, and step it "
-            "yourself when the warm-up is over."
+            "warmup(then=ReduceLROnPlateau): it needs a metric at each step. Leave then= out, and step the scheduler "
+            "yourself after the warm-up."
         )
     if then is not None and not isinstance(then, LRScheduler):
-        raise SettingError(f"warmup(then={type(then).__name__}): a torch.optim.lr_scheduler is needed.")
+        raise SettingError(f"warmup(then={type(then).__name__}): give a scheduler of torch.optim.lr_scheduler.")
     if then is not None and then.optimizer is not optimizer:
-        raise SettingError("warmup(then=...): that schedule moves another optimizer. Make it for the same one.")
+        raise SettingError(
+            "warmup(then=...): this schedule belongs to another optimizer. Make it for the same optimizer as the "
+            "warm-up."
+        )
     return _Warmup(optimizer, steps, float(start), then)
 
 
 class _Warmup(LRScheduler):
-    """See `warmup`. During the warm-up `then` is not stepped. Afterwards it alone sets the learning rate."""
+    """See `warmup`. `then` is not stepped during the warm-up. Afterwards it alone sets the learning rate."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int, start: float, then: LRScheduler | None) -> None:
         self.steps, self.start, self.then = steps, start, then
@@ -85,7 +91,7 @@ class _Warmup(LRScheduler):
 
     def step(self, epoch: int | None = None) -> None:
         if epoch is not None:
-            raise UsageError("warmup: step(epoch) cannot be followed. Call step() once after each optimizer step.")
+            raise UsageError("warmup: step(epoch) is not supported. Call step() once after each optimizer step.")
         if self.last_epoch >= self.steps and self.then is not None:
             self.last_epoch += 1
             self._step_count += 1
@@ -100,9 +106,9 @@ class _Warmup(LRScheduler):
         for group, last in zip(self.optimizer.param_groups, self._last_lr, strict=True):
             if not isinstance(group["lr"], Tensor) and group["lr"] != last:
                 raise UsageError(
-                    f"warmup: after {self.last_epoch} steps the learning rate is {group['lr']!r}, not the {last!r} "
-                    "that the warm-up set: something else moves it. A schedule given as then= is moved by the warm-up: "
-                    "neither prepare nor step it."
+                    f"warmup: after {self.last_epoch} steps the learning rate is {group['lr']!r}, but the warm-up set "
+                    f"{last!r}: something else changes it. The warm-up steps the schedule of then=, so do not prepare "
+                    "or step that schedule yourself."
                 )
 
     def state_dict(self) -> dict[str, Any]:
@@ -115,11 +121,12 @@ class _Warmup(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The learning rate itself is part of the optimizer's state, as with torch's schedules."""
+        """Load the schedule. The learning rate itself is in the optimizer's state, as with torch's schedules."""
         if (state_dict["then"] is None) != (self.then is None):
             raise UsageError(
-                f"warmup: the saved schedule was made {'without' if self.then else 'with'} then=, this one not so. "
-                "Make it as it was made."
+                f"warmup: the checkpoint's schedule was made {'without' if self.then else 'with'} then=, but this "
+                f"script's {'with' if self.then else 'without'} it. Use the same then= as the script that wrote the "
+                "checkpoint."
             )
         self.last_epoch, self._step_count = state_dict["last_epoch"], state_dict["step_count"]
         self.targets, self._last_lr = list(state_dict["targets"]), list(state_dict["last_lr"])

@@ -1,8 +1,7 @@
-"""The kinds of losses: a mean over examples, a sum over counted things, a plain sum, or a tuple of these.
+"""The kinds of losses: a mean over examples, a sum over counted items, a plain sum, or a tuple of these.
 
-A plain sum over a global batch of `whole` examples equals `whole` times the mean, over the examples, of what each adds.
-So the sum over a micro-batch times whole / (its examples) is a mean over the micro-batch's examples, and is treated as
-such a mean from there on.
+A plain sum over a global batch of `whole` examples equals `whole` times the mean of the examples' losses. So the sum
+over a micro-batch of n examples, times whole / n, is treated as a mean over the micro-batch's examples.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight
 
 LossRecord = tuple[int, Tensor, Weight | None, Request, bool, int, int]
-"""A backward call, for the observers of a run. A plain tuple, since one is made at every step:
+"""A backward call, for the observers of a run. A plain tuple, since every step makes one:
 
 (the number of the call in its micro-batch, from 0;
 the loss, 0-dim and detached;
-over how many things it is a mean or a sum, None: the request's examples;
+the number of items in the loss; None: the number of examples in the request;
 the request of its yield;
-whether the loss is a sum, and not a mean;
+whether the loss is a sum rather than a mean;
 the version of the loss's tensor when it was computed;
-the number of the term, of a closure that returns several)
+the number of the term, if the closure returns several)
 """
 
 
 @dataclass(frozen=True)
 class Total:
-    """A loss that is not a mean over examples: `sum` (a scalar) over `count` things, such as tokens.
+    """A loss that is not a mean over examples: `sum` (a scalar) over `count` items, such as tokens.
 
     The gradient is that of (sum of sums) / (sum of counts) over the whole global batch. count: a number or a 0-dim
-    tensor, 0 where a micro-batch has none. Without it the loss is the plain sum over the global batch, divided by
-    nothing, as of a criterion with reduction="sum".
+    tensor; 0 if a micro-batch has no items. Without a count the loss is the plain sum over the global batch, as with
+    reduction="sum".
     """
 
     sum: Tensor
@@ -46,9 +45,9 @@ class Total:
 
 
 def terms_of(result: Any, examples: int = 1, whole: int = 1) -> list[Term]:
-    """The terms of what a closure has returned. Raises UsageError for anything that is no loss.
+    """The terms of a closure's result. Raises UsageError for anything that is not a loss.
 
-    examples: how many the closure was given. whole: how many the global batch has.
+    examples: the number of examples in the closure's batch. whole: the number of examples in the global batch.
     """
     if isinstance(result, Total):
         return [sum_term(result.sum, result.count, examples, whole)]
@@ -74,10 +73,10 @@ def sum_term(total: Any, count: Weight | None, examples: int, whole: int) -> Ter
 
 
 def check_loss(loss: Any) -> None:
-    """Raises UsageError for what is no scalar loss of trained parameters."""
+    """Raises UsageError unless this is a scalar loss that depends on trained parameters."""
     if isinstance(loss, Total):
         raise UsageError(
-            "paceline.Total is what a closure returns. In a loop write run.backward(total=the sum, count=its count)."
+            "paceline.Total is only for the result of a closure. In a loop write run.backward(total=sum, count=count)."
         )
     if not isinstance(loss, Tensor):
         raise UsageError(
@@ -85,33 +84,33 @@ def check_loss(loss: Any) -> None:
         )
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise UsageError(
-            "a loss does not depend on any parameter that is trained (it has no grad_fn): it was detached, computed "
-            "under no_grad, or is a number for looking at, such as an accuracy. A tuple that a closure returns is a "
-            "sum of losses: return the loss alone, and log the rest with run.log."
+            "a loss does not depend on any trained parameter (it has no grad_fn): it was detached, computed under "
+            "no_grad, or is only a metric, such as an accuracy. A tuple that a closure returns is a sum of losses: "
+            "return the loss alone, and log the rest with run.log."
         )
     if loss.numel() != 1:
         raise UsageError(
-            f"a loss must be a scalar, but has the shape {tuple(loss.shape)}. Take its mean over the examples; or give "
-            "its sum and its count: paceline.Total(loss.sum(), loss.numel())."
+            f"a loss must be a scalar, but this loss has the shape {tuple(loss.shape)}. Take its mean over the "
+            "examples, or give its sum and its count: paceline.Total(loss.sum(), loss.numel())."
         )
 
 
 def _check_count(count: Any) -> None:
     if isinstance(count, Tensor):
         if count.numel() != 1:
-            raise UsageError(f"count has the shape {tuple(count.shape)}: a number or a 0-dim tensor is needed.")
+            raise UsageError(f"count has the shape {tuple(count.shape)}. Give a number or a 0-dim tensor.")
     elif not isinstance(count, (int, float)) or count < 0:
-        raise UsageError(f"count={count!r}: a number from 0 on, or a 0-dim tensor, is needed.")
+        raise UsageError(f"count={count!r}: give a number of at least 0, or a 0-dim tensor.")
 
 
-def local_loss(terms: Sequence[Sequence[Term]], examples: Sequence[int], apart: bool = False) -> Tensor:
-    """(): this process's loss, detached: the sum over the terms of each term's mean over the pieces.
+def local_loss(terms: Sequence[Sequence[Term]], examples: Sequence[int], keep_pieces: bool = False) -> Tensor:
+    """(): this process's loss, detached. It is the sum of the terms, each averaged over the pieces.
 
-    The attribute `loss_count` of the tensor tells `run.mean` over how many things the loss is a mean, if not over
-    examples. apart: keep the loss of each piece too (`parts_of`), so that the bits of a sum over processes do not
-    depend on which process has which piece.
+    If the loss is not a mean over examples, the tensor's attribute `loss_count` is its count, for `run.mean`.
+    keep_pieces: also keep the loss of each piece (`parts_of`), so that the bits of a sum over processes do not depend
+    on which process has which piece.
     """
-    if apart and len(terms) > 1:
+    if keep_pieces and len(terms) > 1:
         loss = local_loss(terms, examples)
         each = [local_loss([its], [n]) for its, n in zip(terms, examples, strict=True)]
         loss.loss_parts = [  # type: ignore[attr-defined]
@@ -146,27 +145,29 @@ def local_loss(terms: Sequence[Sequence[Term]], examples: Sequence[int], apart: 
 
 
 def parts_of(value: Any) -> list[tuple[Any, Weight | None]]:
-    """(a number, over how many things it is a mean; None: examples) of each piece whose loss `local_loss` has kept, or
-    of the value itself."""
+    """(loss, count) of each piece, if `local_loss` kept the pieces; otherwise one pair, for `value` itself.
+
+    A count of None is the number of examples.
+    """
     parts: list[tuple[Any, Weight | None]] | None = getattr(value, "loss_parts", None)
     return [(value, getattr(value, "loss_count", None))] if parts is None else parts
 
 
 def term_losses(
-    loss: Tensor, terms: Sequence[Sequence[Term]], examples: Sequence[int], apart: bool
+    loss: Tensor, terms: Sequence[Sequence[Term]], examples: Sequence[int], keep_pieces: bool
 ) -> list[tuple[int, Tensor, Weight | None]]:
-    """(the number of a term, its loss on this process, over how many things that is a mean) for the terms of `loss`.
+    """(term number, the term's loss on this process, its count) for each term of `loss`.
 
-    loss: what `local_loss` has made of these terms. Terms over different things, such as boxes and examples, are
-    combined over the processes one by one.
+    loss: the result of `local_loss` for these terms. Each term is combined over the processes separately, since terms
+    may have different counts, such as boxes and examples.
     """
     if len(terms[0]) == 1:
         return [(0, value, count) for value, count in parts_of(loss)]
-    each = [local_loss([[piece[i]] for piece in terms], examples, apart) for i in range(len(terms[0]))]
+    each = [local_loss([[piece[i]] for piece in terms], examples, keep_pieces) for i in range(len(terms[0]))]
     return [(i, value, count) for i, one in enumerate(each) for value, count in parts_of(one)]
 
 
 def attach_count(loss: Tensor, examples: int) -> None:
-    """Tell `run.mean` that this loss is a mean over so many examples, since the script has prefetched another batch."""
+    """Attach the number of examples to a loss, for `run.mean`, if the script has already fetched another batch."""
     if not hasattr(loss, "loss_count") and not hasattr(loss, "loss_parts"):
         loss.loss_count = examples  # type: ignore[attr-defined]

@@ -1,10 +1,10 @@
 """Ownership: which yield of which training loader a loss belongs to, and which global batches are open.
 
-A global batch is open from the first backward call of one of its yields until an update, or until the script clears its
-gradients. Several loaders may have one open at once; one update then uses the gradients of all of them.
+A global batch is open from its first backward call until an update, or until the script clears its gradients. Several
+loaders may have an open global batch at once; one update then uses the gradients of all of them.
 
-`on_yield` and `call` run in every step. The common case (one loader, nothing prefetched) takes their first branch.
-yields.py finds the yield of a loss where the script has fetched a batch ahead.
+`on_yield`, `owner` and `register` run in every step. The common case (one loader, nothing prefetched) takes their first
+branch. If the script has fetched a batch ahead, yields.py finds the yield of a loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.data.loader import Loader
 from paceline.errors import UsageError, warn
 from paceline.step.accounts import Accounts
 from paceline.step.messages import (
-    BY_HAND_APART,
+    MANUAL_UPDATES_OF_REPLICAS,
     never_stepped,
     out_of_turn,
     outside_a_loop,
@@ -36,17 +36,18 @@ class Ownership:
     """The training loaders of a run, their yields, and the open global batches.
 
     Attributes:
-        loaders: in the order in which they were first iterated.
-        open: for each loader whose global batch has gradients, the last of its yields that had a backward.
-        calls: backward calls so far in this micro-batch.
-        new_update, new_gradients: a global batch has begun since the step last looked, which shares no update with an
-            earlier one; and whose gradients are added to no earlier ones.
-        deferred: a batch has come before the script was done with the one before it.
-        prefetched: a backward call, or an update, has come after such a batch.
-        manual_updates: global batches that the script has ended by clearing gradients, without run.step.
-        several: checks of loops over several training loaders.
-        node_after_backward: the number of autograd's next node after the last backward call.
-        optimizers: how many are prepared.
+        loaders: the training loaders, in the order of their first iteration.
+        open: for each loader with an open global batch, its last yield that had a backward call.
+        calls: the number of backward calls so far in this micro-batch.
+        new_update: whether, since the step last checked, a global batch began that shares no update with an earlier
+            global batch.
+        new_gradients: whether, since the step last checked, a global batch began with gradients that start from zero.
+        deferred: whether a batch was ever fetched before the script was done with the previous batch.
+        prefetched: whether a backward call or an update ever came after such a fetch.
+        manual_updates: the number of global batches that the script has ended by clearing gradients, without run.step.
+        several: the checks of loops over several training loaders.
+        node_after_backward: the number of autograd's next node, as of the end of the last backward call.
+        optimizers: the number of prepared optimizers.
     """
 
     def __init__(self, strategy: Strategy, accounts: Accounts) -> None:
@@ -56,10 +57,10 @@ class Ownership:
         self.open: dict[Loader, Yield] = {}
         self.calls = 0
         self._called: set[Loader] = set()  # loaders with a backward call since `calls` was 0
-        self._first_node: int | None = None  # the number of autograd's next node when the first yield came
+        self._first_node: int | None = None  # the number of autograd's next node at the first yield
         self.node_after_backward = 0
         self.deferred = self.prefetched = False
-        self._count = 0  # yields of all training loaders
+        self._count = 0  # the number of yields of all training loaders
         self.new_update = self.new_gradients = False
         self.manual_updates = 0
         self.several = SeveralLoaders(self._yields)
@@ -68,8 +69,10 @@ class Ownership:
     # --- a loader yields
 
     def on_yield(self, loader: Loader) -> None:
-        """A training loader yields: it starts a micro-batch, and perhaps a global batch. Raises UsageError if gradients
-        of its last global batch are left."""
+        """Start a micro-batch when a training loader yields. The first micro-batch also starts a global batch.
+
+        Raises UsageError if the gradients of the loader's last global batch were neither used nor cleared.
+        """
         request, number = loader.current, next_node()
         assert request is not None
         yields = self._yields.get(loader)
@@ -80,7 +83,7 @@ class Ownership:
                 self._first_node = self.node_after_backward = number
         before = yields.active
         presented = loader.presented
-        flat = type(presented) in (list, tuple) and {*map(type, presented)} == {Tensor}  # what nearly all batches are
+        flat = type(presented) in (list, tuple) and {*map(type, presented)} == {Tensor}  # true for most batches
         if flat and before is not None and not yields.pending:
             before.batch = list(map(weakref.ref, presented[:MOST_ENTRIES]))
             yields.end_node = yields.certain = None
@@ -89,7 +92,7 @@ class Ownership:
         quiet = number == self.node_after_backward
         one = Yield(loader, request, loader.key, self._count, number, not quiet or self.optimizers > 1)
         self._count += 1
-        # Has the script made the calls that a loop makes before it fetches the next batch? (Yield.done)
+        # Has the script made all calls that belong before the next fetch? (an inlined Yield.done)
         done = before is None or (before.calls and (before.stepped or before.discarded or not before.request.final))
         if quiet and done and not yields.pending:
             self._begin_micro_batch(yields, one)
@@ -98,7 +101,7 @@ class Ownership:
             yields.defer(one)
 
     def on_end(self, loader: Loader, whole: bool) -> None:
-        """A pass over a training loader has ended; whole: it was read to its end."""
+        """End a pass over a training loader. whole: the loader was read to its end."""
         if loader in self._yields:
             self._yields[loader].close(loader, whole)
             loader.presented = None
@@ -106,10 +109,10 @@ class Ownership:
             self.several.check_end(loader)
 
     def _begin_micro_batch(self, yields: Yields, one: Yield) -> None:
-        """From here on backward calls belong to this yield."""
+        """Make this yield the active yield: the next backward calls belong to it."""
         loader, request = one.loader, one.request
         yields.previous, yields.active = yields.active, one
-        if yields.pending:  # the script has skipped those before it
+        if yields.pending:  # the script has skipped the pending yields before this yield
             yields.pending = yields.pending[yields.pending.index(one) + 1 :]
         yields.certain = None if one.ambiguous or yields.pending else one
         self.prefetched = self.prefetched or bool(yields.pending)
@@ -119,13 +122,13 @@ class Ownership:
                 raise UsageError(unstepped(loader.name, last.request.step, last.request.epoch))
             others = {} if len(self.loaders) == 1 else self._joined(one)
             self.open = others
-            if not others:  # else the update will be of both loaders' losses together
+            if not others:  # otherwise the losses of several loaders share the update
                 self.calls, self._called, self.new_update = 0, set(), True
             if all(other.request.final for other in others.values()):
                 self.new_gradients = True
-                if self._accounts.unfinished:  # now, before the script clears what earlier updates have left in `.grad`
+                if self._accounts.unfinished:  # drop now, before the script clears gradients that earlier updates left
                     self._accounts.drop_unreduced()
-            # Else another loader's micro-batch of the same update has had its backward already.
+            # Otherwise another loader's micro-batch of the same update has already had its backward.
             return
         if loader in self._called:
             self.calls, self._called = 0, set()
@@ -133,12 +136,12 @@ class Ownership:
             self.open[loader] = one
 
     def _joined(self, one: Yield) -> dict[Loader, Yield]:
-        """The open global batches of other loaders that will share their update with the one that this yield starts."""
+        """The open global batches of other loaders that will share an update with the global batch of this yield."""
         found: dict[Loader, Yield] = {}
         for other, last in self.open.items():
             if other is one.loader or other.current is None:
                 continue
-            if not last.request.final and last.count_at_call <= one.index:  # its backward was before this yield
+            if not last.request.final and last.count_at_call <= one.index:  # its backward came before this yield
                 raise UsageError(out_of_turn(one.loader.name, other.name, last.request.micro, last.request.micros))
             if not last.stepped:
                 found[other] = last
@@ -147,9 +150,9 @@ class Ownership:
     # --- a loss
 
     def owner(self, root: Any, of: Loader | None) -> Yield:
-        """The yield in which the script computed this loss. Raises UsageError where there is none.
+        """The yield that this loss was computed from. Raises UsageError if there is none.
 
-        root: the scalar of a backward call. of: the loader, where the script names it.
+        root: the loss, a scalar. of: the loader, if the script names it.
         """
         only = self.loaders[0] if len(self.loaders) == 1 else None
         if of is None and only is not None and only.current is not None:  # the common case of `yields_of`
@@ -163,11 +166,11 @@ class Ownership:
         return yields.find_by_loss(root, self._first_node or 0) if isinstance(root, Tensor) else yields.newest()
 
     def owner_of_batch(self, batch: Any, of: Loader | None) -> Yield:
-        """The yield that presented a batch, which the script passes to a closure. Raises UsageError as `owner`."""
+        """The yield of a batch that the script passes to a closure. Raises UsageError as `owner` does."""
         return self.yields_of(of, "forward_backward").find_by_batch(batch)
 
     def register(self, one: Yield) -> int:
-        """Count a backward call of this yield. Returns the number of the call in its micro-batch."""
+        """Count a backward call of this yield. Returns the call's number in its micro-batch."""
         yields = self._yields[one.loader]
         if one is not yields.active:
             self._begin_micro_batch(yields, one)
@@ -186,15 +189,18 @@ class Ownership:
         self.calls, self._called = 0, set()
 
     def yields_of(self, of: Loader | None, call: str) -> Yields:
-        """The yields of the loader that the script names, or of the only one that it iterates. Raises UsageError.
+        """The yields of the loader that the script names, or of the only loader that it iterates.
 
-        call: the method of the run, for the message.
+        Raises UsageError if there is no such loader. call: the method of the run, for the message.
         """
         if of is None and len(self.loaders) == 1 and self.loaders[0].current is not None:
             return self._yields[self.loaders[0]]
         if of is not None:
             if not of.train or of not in self._yields or not self._active(of):
-                raise UsageError(f"run.{call}(of=...): that is not a training loader which is being iterated.")
+                raise UsageError(
+                    f"run.{call}(of=...): this is not a training loader, or no loop over it is running. Pass the "
+                    "training loader of the current loop."
+                )
             return self._yields[of]
         active = [loader for loader in self.loaders if loader.current is not None]
         active = active or [loader for loader in self.loaders if self._active(loader)]
@@ -205,18 +211,18 @@ class Ownership:
         return self._yields[active[0]]
 
     def _active(self, loader: Loader) -> bool:
-        """Whether the script iterates this loader, or has read it to its end with its last yield not done."""
+        """Whether the script is iterating over this loader, or has read its last yield but not yet finished it."""
         return loader.current is not None or self._yields[loader].unfinished
 
     def ahead(self, one: Yield) -> bool:
-        """Whether the script has fetched a later batch than this one, or come to the end of the data."""
+        """Whether the script has fetched a later batch, or reached the end of the data."""
         yields = self._yields[one.loader]
         return bool(yields.pending) or yields.end_node is not None
 
     # --- an update
 
     def opened(self) -> list[Yield]:
-        """The last yield with a backward of each global batch that an update would use now."""
+        """For each global batch that an update would now use: its last yield with a backward."""
         return [
             one
             for loader, one in self.open.items()
@@ -224,7 +230,7 @@ class Ownership:
         ]
 
     def step_for_previous(self, opened: Iterable[Yield]) -> bool:
-        """Whether run.step was called for the micro-batch before the one that the script has prefetched."""
+        """Whether this call of run.step belongs to the micro-batch before the prefetched micro-batch."""
         before = [previous for one in opened if (previous := self._yields[one.loader].previous) is not None]
         late = [one for one in before if one.calls and not one.step_called and not one.request.final]
         for one in late:
@@ -232,7 +238,7 @@ class Ownership:
         return bool(late)
 
     def fetched_ahead(self, loader: Loader | None = None) -> bool:
-        """Whether the script has a batch already that follows the open global batch of this loader (None: of any)."""
+        """Whether the script has fetched a batch beyond the open global batch of this loader (None: of any loader)."""
         if loader is not None:
             return bool(self._yields[loader].pending)
         return any(self._yields[one].pending for one in self.open)
@@ -245,36 +251,36 @@ class Ownership:
     # --- gradients that nothing has used
 
     def _left_unused(self, last: Yield) -> bool:
-        """Whether the global batch of this yield is complete and its gradients were neither used nor cleared.
+        """Whether the global batch of this yield is complete, but its gradients were neither used nor cleared.
 
-        Gradients that the script has cleared count as used: the script made the update itself.
+        If the script has cleared them, the global batch counts as updated by the script.
         """
         if last.stepped or last.discarded or not last.calls or not last.request.final:
             return False
         if self._strategy.store.any_left():
             return True
         if not self.optimizers and self._strategy.mesh.independent:
-            raise UsageError(BY_HAND_APART)
+            raise UsageError(MANUAL_UPDATES_OF_REPLICAS)
         last.stepped = True
         last.loader.mark_stepped(last.request)
         self.manual_updates += 1
         return False
 
     def count_manual_updates(self) -> int:
-        """How many global batches the script has ended by clearing the gradients, without run.step."""
+        """The number of global batches that the script has ended by clearing gradients, without run.step."""
         for last in self.open.values():
             self._left_unused(last)
         return self.manual_updates
 
     def warn_unstepped(self) -> None:
-        """Warn of gradients that nothing has used. Called when the script has left its loops."""
+        """Warn about gradients that were never used. Called when the script has left its loops."""
         for last in self.open.values():
             if not last.warned and self._left_unused(last):
                 last.warned = True
                 warn(never_stepped(last.loader.name))
 
     def between_epochs(self, numbers: Iterable[int]) -> Iterator[int]:
-        """Pass on the numbers of epochs. After each epoch, warn of gradients that were not used."""
+        """Yield the epoch numbers. After each epoch, warn about gradients that were never used."""
         for number in numbers:
             yield number
             self.several.check_end()
@@ -282,7 +288,7 @@ class Ownership:
 
     @property
     def incomplete(self) -> bool:
-        """Whether a global batch has gradients but no update yet."""
+        """Whether a global batch has gradients but no update yet, or a yield has had a forward but no backward."""
         self.count_manual_updates()
         return any(
             not one.stepped and (loader.current is not None or one.after_end) for loader, one in self.open.items()

@@ -1,17 +1,17 @@
-"""Precision: the floating-point types in which a model computes.
+"""Precision: the floating-point types of a model's computation.
 
-fp32         as the script says.
-bf16, fp16   matrix products and convolutions in 16 bits (torch.autocast); parameters and optimizer state stay as they
-             are. fp16 has 5 exponent bits, so losses are scaled up, and gradients down again. The scale is halved when
+fp32         no change.
+bf16, fp16   matrix products and convolutions in 16 bits (torch.autocast); parameters and optimizer state are unchanged.
+             fp16 has 5 exponent bits, so losses are scaled up, and gradients back down. The scale is halved when
              a gradient overflows (that step is skipped), and doubled after 2,000 steps without an overflow:
              Micikevicius et al. 2018, "Mixed Precision Training", section 3.2, with the constants of
              torch.amp.GradScaler.
 bf16-params  parameters, gradients and optimizer state in bf16 too.
 
-In the loop form a model's forward runs under autocast and converts its floating-point outputs to fp32, so that the loss
-outside of it is computed in fp32 (unless fp32_outputs=False). A closure runs under autocast as a whole, with every
-method of the model that it calls. There, and wherever else autocast is on around a call of the model, outputs stay as
-they are, so that the code computes the same as under torch.autocast, kernel for kernel.
+In the loop form a model's forward runs under autocast and converts its 16-bit outputs to fp32 (unless
+fp32_outputs=False), so the loss is computed in fp32. A closure runs under autocast as a whole, including all methods of
+the model that it calls. In a closure, and if the script itself calls the model under autocast, outputs keep their type,
+so the same kernels run as with torch.autocast alone.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device, *, fp32_outputs: bool = True) -> None:
         self.name, self._device, self._fp32_outputs = name, device, fp32_outputs
-        self.dtype = DTYPES.get(name)  # of autocast; None: fp32, without autocast
+        self.dtype = DTYPES.get(name)  # autocast's dtype; None: fp32, without autocast
         self.scaler = LossScaler() if name == "fp16" else None
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """A context in which a model computes in this precision."""
+        """A context in which models compute in this precision."""
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self._device.type, self.dtype)
 
     def convert(self, model: nn.Module) -> None:
-        """Make the model compute in this precision, in place: the same object gets a subclass of its class."""
+        """Make the model compute in this precision, in place: its class becomes a subclass."""
         if self.dtype is None:
             return
         if self.name == "bf16-params":
@@ -57,7 +57,7 @@ class LossScaler:
     def __init__(self) -> None:
         self.scale = 2.0**16
         self._good = 0  # global batches in a row without an overflow
-        self._stepped = self._overflowed = False  # whether an update of this global batch was made, or overflowed
+        self._stepped = self._overflowed = False  # whether this global batch had an update, or an overflow
 
     def record(self, overflowed: bool) -> None:
         """Record whether the gradients of an optimizer's update overflowed."""
@@ -65,7 +65,7 @@ class LossScaler:
         self._overflowed |= overflowed
 
     def update(self) -> None:
-        """Adapt the scale. Called once per global batch, after its updates were made or skipped."""
+        """Adapt the scale. Called once per global batch, after its updates."""
         if self._overflowed:
             self.scale, self._good = max(self.scale * self.BACKOFF, 2.0**-14), 0
         elif self._stepped:
@@ -85,8 +85,8 @@ class LossScaler:
 def _autocast_class(cls: type[nn.Module], device_type: str, dtype: torch.dtype, fp32_outputs: bool) -> type[nn.Module]:
     """A subclass whose forward runs under autocast.
 
-    A class, and not a hook or an attribute: `deepcopy` keeps it, so that an EMA copy computes with its own weights, and
-    torch.compile sees through it.
+    A subclass rather than a hook or an attribute, since `deepcopy` keeps the class (so an EMA copy computes with its
+    own weights) and torch.compile can trace it.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def _autocast_class(cls: type[nn.Module], device_type: str, dtype: torch.dtype, 
         return to_fp32(output) if fp32_outputs and not within else output
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        return _blank, (cls,), _state_of(self)  # pickled as the user's own class, which can be imported
+        return _blank, (cls,), _state_of(self)  # pickle the user's class, which can be imported
 
     own: dict[str, Any] = {"forward": forward, "__reduce_ex__": reduce}
     if not hasattr(cls, "__deepcopy__"):
@@ -122,7 +122,7 @@ def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def to_fp32(output: Any) -> Any:
-    """A model's output with its 16-bit tensors converted to fp32: through tuples, lists and dicts."""
+    """Convert the 16-bit tensors of a model's output to fp32, also within tuples, lists and dicts."""
     if isinstance(output, Tensor):
         return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
     if isinstance(output, tuple) and hasattr(output, "_fields"):
@@ -133,6 +133,6 @@ def to_fp32(output: Any) -> Any:
         converted = {key: to_fp32(value) for key, value in output.items()}
         if type(output) is dict:
             return converted
-        for key, value in converted.items():  # such as a model's own ModelOutput
+        for key, value in converted.items():  # a subclass of dict, such as transformers' ModelOutput
             output[key] = value
     return output

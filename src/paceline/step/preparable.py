@@ -1,4 +1,4 @@
-"""What `run.prepare` takes, what it unwraps first, and what it says to anything else."""
+"""Check and unwrap the arguments of `run.prepare`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from paceline.torch_private.core import compile_module as compile_module
 
 
 def check_preparable(thing: Any) -> None:
-    """Raises UsageError for anything but a model, an optimizer, a scheduler that `run.step` can move, a DataLoader."""
+    """Raises UsageError unless this is a model, an optimizer, a DataLoader, or a scheduler that `run.step` can step."""
     if isinstance(thing, ReduceLROnPlateau):
         raise UsageError(
-            "run.prepare(ReduceLROnPlateau): it needs a metric at each step, which run.step does not have. Keep it "
-            "out of prepare, step it yourself, and track it: run.track(plateau=scheduler)."
+            "run.prepare(ReduceLROnPlateau): it needs a metric at each step, which run.step does not have. Do not "
+            "prepare it: step it yourself, and track it with run.track(plateau=scheduler)."
         )
     if not isinstance(thing, (nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader)):
         raise UsageError(
@@ -32,50 +32,54 @@ def check_preparable(thing: Any) -> None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, names: Collection[Tensor]) -> None:
-    """Raises UsageError unless all its parameters are in `names`, those of the prepared models."""
+    """Raises UsageError unless all parameters of the optimizer are in `names`, those of the prepared models."""
     foreign = unknown_parameters(optimizer, names)
     if foreign:
         raise UsageError(
-            f"run.prepare: {type(optimizer).__name__} updates {foreign} that no prepared model has. Prepare the model "
-            "that it was made for, with or before it; a parameter of its own, such as a temperature, belongs into a "
-            "module."
+            f"run.prepare: {type(optimizer).__name__} updates {foreign} that no prepared model has. Prepare its model "
+            "with it or before it. Put a separate parameter, such as a temperature, into a module and prepare that."
         )
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer's step needs a closure, as that of LBFGS."""
+    """Whether the optimizer's step needs a closure, as that of LBFGS does."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def check_scheduler(scheduler: LRScheduler, optimizers: Collection[torch.optim.Optimizer]) -> None:
-    """Raises UsageError unless it moves one of these optimizers."""
+    """Raises UsageError unless the scheduler belongs to one of these optimizers."""
     if scheduler.optimizer not in optimizers:
         raise UsageError(
-            f"run.prepare: {type(scheduler).__name__} moves an optimizer that is not prepared. Prepare them together."
+            f"run.prepare: {type(scheduler).__name__} belongs to an optimizer that is not prepared. Prepare both "
+            "together."
         )
 
 
 def with_loaders(objects: Sequence[Any], make: Callable[..., Any], has_loader: bool) -> tuple[Any, ...]:
-    """The same objects, with a loader that `make` makes in place of a DataLoader. has_loader: whether the run has a
-    training loader. Raises UsageError for a second one."""
+    """Replace a DataLoader among these objects by a loader from `make`.
+
+    has_loader: whether the run already has a training loader. Raises UsageError for a second training loader.
+    """
     if sum(isinstance(thing, DataLoader) for thing in objects) + has_loader > 1:
         raise UsageError(
-            "run.prepare(DataLoader): it makes the training loader, of which this run has one or is given several. For "
-            "evaluation write run.loader(dataset, global_batch=..., train=False), for a second one to train on "
+            "run.prepare(DataLoader) makes the training loader, and this would be a second one. For evaluation write "
+            "run.loader(dataset, global_batch=..., train=False); for a second training loader write "
             "run.loader(dataset, global_batch=..., name=...)."
         )
     return tuple(make(**loader_arguments(thing)) if isinstance(thing, DataLoader) else thing for thing in objects)
 
 
 def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The arguments of `run.loader` for a DataLoader of a script for one device. A shuffled order then depends on the
-    run's seed, not on the DataLoader's generator. pin_memory is what the DataLoader has: one that was not told pins
-    nothing, as without a run. Raises UsageError for a DataLoader without batches."""
+    """The arguments of `run.loader` that correspond to a DataLoader of a script for one device.
+
+    In a run, a shuffled order depends on the run's seed, not on the DataLoader's generator. pin_memory is copied,
+    including its default of False. Raises UsageError for a DataLoader with batch_size=None.
+    """
     if loader.batch_sampler is None and loader.batch_size is None:
         raise UsageError(
-            "run.prepare(DataLoader(batch_size=None)): its data set makes batches itself, which cannot be cut over the "
-            "processes. Let it give single examples, and the DataLoader a batch_size."
+            "run.prepare(DataLoader(batch_size=None)): the data set returns whole batches, which cannot be sharded "
+            "over the processes. Return single examples from the data set, and give the DataLoader a batch_size."
         )
     options = {name: getattr(loader, name, None) for name in sorted(DATALOADER_OPTIONS)}
     found = {name: value for name, value in options.items() if value is not None}
@@ -84,10 +88,10 @@ def loader_arguments(loader: DataLoader[Any]) -> dict[str, Any]:
     if type(loader.batch_sampler) is not BatchSampler or loader.batch_size is None:
         return {"dataset": loader.dataset, "batch_sampler": loader.batch_sampler, **found}
     found |= {"dataset": loader.dataset, "global_batch": loader.batch_size, "drop_last": loader.drop_last}
-    own = loader.sampler
-    if type(own) is RandomSampler and not own.replacement and own.num_samples == len(own.data_source):
+    order = loader.sampler
+    if type(order) is RandomSampler and not order.replacement and order.num_samples == len(order.data_source):
         return {**found, "shuffle": True}
-    return found if type(own) is SequentialSampler else {**found, "sampler": own}
+    return found if type(order) is SequentialSampler else {**found, "sampler": order}
 
 
 # --- wrappers of other libraries
@@ -108,11 +112,11 @@ _INSIDE = {
 """Classes that wrap a plain object, and the attribute that holds it."""
 
 _LIBRARIES = ("torch.", "accelerate.", "lightning.", "lightning_fabric.", "deepspeed.")
-"""Beginnings of the modules that these classes are in."""
+"""The names of the modules that define these classes begin with one of these strings."""
 
 
 def unwrapped(model: Any) -> Any:
-    """The module in a wrapper of torch.compile; any other object itself."""
+    """The module inside torch.compile's wrapper; any other object is returned unchanged."""
     wrapper = compiled_wrapper()
     while wrapper is not None and isinstance(model, wrapper):
         model = inside_compiled(model)
@@ -120,9 +124,11 @@ def unwrapped(model: Any) -> Any:
 
 
 def without_wrapper(thing: Any) -> Any:
-    """The object that `run.prepare` is to prepare. For a wrapper of torch.compile it is the wrapped module, which is
-    then compiled itself, in the same way. Raises UsageError for a wrapper that makes a model parallel, as a run does:
-    its reducer would average gradients that the run sums."""
+    """The object for `run.prepare` to prepare.
+
+    For a wrapper of torch.compile this is the wrapped module, after compiling it in place with the same options. Raises
+    UsageError for another library's wrapper: that wrapper would average gradients that the run already sums.
+    """
     if unwrapped(thing) is not thing:
         compile_inside(thing)
         return without_wrapper(inside_compiled(thing))
@@ -131,14 +137,15 @@ def without_wrapper(thing: Any) -> Any:
     if name is not None:
         library = kinds[name].partition(".")[0]
         raise UsageError(
-            f"run.prepare({name}): {library} has prepared this for several devices already, which a run does itself. "
-            f"Delete the call that made it, and prepare the plain object, which it holds as .{_INSIDE[name]}."
+            f"run.prepare({name}): {library} has already prepared this object for several devices, which Paceline "
+            f"does itself. Delete the call that made the {name}, and prepare the plain object (its attribute "
+            f".{_INSIDE[name]})."
         )
     return thing
 
 
 def modules_of(tree: Any) -> Iterator[nn.Module]:
-    """The models that a script hands over as one, or as a tuple, list or dict of them."""
+    """The models in a module, or in a tuple, list or dict of modules."""
     if isinstance(tree, nn.Module):
         yield tree
     elif isinstance(tree, (tuple, list)):

@@ -1,13 +1,14 @@
-"""Several training loaders in one loop: does each loss belong to the batch of one of them?
+"""Check a loop over several training loaders: does each loss belong to one loader's batch?
 
-A backward call has one weight: the share of its loader's batch in the global batch. A loss that is computed from the
-batches of two loaders is weighted right only where their shares are equal at every step, on any number of processes.
-Elsewhere it is refused:
+A backward call has one weight: its batch's share of the loader's global batch. A loss that is computed from the batches
+of two loaders gets the right weight only if the two shares are equal at every step, on any number of processes.
+Otherwise the run refuses:
 
-1. At the backward call, a loss that is a sum of parts, each from a forward of its own (loss_parts.py).
-2. At an update, a loader whose batches have no backward call of their own. Then a loss may have been computed from two
-   batches in one forward, as by model(torch.cat([a, b])). An update that a script makes for each loader in turn finds
-   the other's batch unused too, so that the loader is refused when its next batch is unused as well, or at its end.
+1. At the backward call: a loss that is a sum of parts from separate forwards (loss_parts.py).
+2. At an update: a loader with batches that get no backward call. A loss may have been computed from two batches in one
+   forward, as by model(torch.cat([a, b])). But a script that makes one update per loader in turn also leaves the other
+   loader's batch unused at each update. So the error is raised only if the loader's next batch is unused too, or at the
+   end of the loader.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from paceline.step.yields import Yield, Yields
 class SeveralLoaders:
     """Checks the losses and updates of a loop over several training loaders.
 
-    yields: of each training loader that was iterated. The stepper adds to it.
+    yields: the yields of each training loader that was iterated. Ownership adds loaders to this dict.
     """
 
     def __init__(self, yields: Mapping[Loader, Yields]) -> None:
         self._yields = yields
-        # Of each loader whose batch was unused at the last update: the yield, and the loaders that the update was of.
+        # For each loader with an unused batch at the last update: its yield, and the names of the update's loaders.
         self._unused: dict[Loader, tuple[Yield, list[str]]] = {}
 
     def check_loss(self, call: str, one: Yield, losses: Iterable[Tensor]) -> None:
-        """Raises UsageError if the sum of these losses, of this yield, may have parts of another loader's batch that
-        would need another weight."""
+        """Raises UsageError if the sum of these losses may include another loader's batch with a different weight.
+
+        one: the yield that the losses belong to.
+        """
         others = [
             loader.name
             for loader, latest in self._current(one.loader)
@@ -46,8 +49,10 @@ class SeveralLoaders:
             raise UsageError(sum_over_loaders(call, [one.loader.name, *others], parts))
 
     def check_update(self, opened: Sequence[Yield]) -> None:
-        """An update is made from the gradients of these yields. Raises UsageError if another loader's batches go
-        unused."""
+        """Check an update from the gradients of these yields.
+
+        Raises UsageError if another loader's batches are unused.
+        """
         used = {one.loader for one in opened}
         for loader, latest in self._current(None):
             before = self._unused.pop(loader, None)
@@ -58,7 +63,10 @@ class SeveralLoaders:
             self._unused[loader] = latest, [one.loader.name for one in opened]
 
     def check_end(self, loader: Loader | None = None) -> None:
-        """A pass of this loader (None: an epoch) has ended. Raises UsageError if its last batch has gone unused."""
+        """Raises UsageError if this loader's last batch is unused at the end of its pass.
+
+        None: check all loaders, at the end of an epoch.
+        """
         for ended in [loader] if loader is not None else list(self._unused):
             before = self._unused.pop(ended, None)
             if before is not None:
@@ -70,7 +78,7 @@ class SeveralLoaders:
             raise UsageError(unused_batches(loader.name, used))
 
     def _current(self, but: Loader | None) -> list[tuple[Loader, Yield]]:
-        """The latest yield of each loader that is being iterated, without this one."""
+        """The latest yield of each loader that is being iterated, except the loader `but`."""
         return [
             (loader, latest)
             for loader, yields in self._yields.items()
@@ -79,10 +87,9 @@ class SeveralLoaders:
 
 
 def _same_share(one: Yield, other: Yield) -> bool:
-    """Whether every process has as many examples of both yields, now and at later steps, on any number of processes.
+    """Whether each process gets equally many examples from both loaders, at every step and on any number of processes.
 
-    Global batches of one size are cut alike. An epoch's last one may be short: those of both loaders are where both
-    have as many examples, else neither may be.
+    Global batches of equal size are sharded the same way. `same_sizes` covers the short last global batch of an epoch.
     """
     a, b = one.request, other.request
     if (a.total, a.micro_batches, a.micro) != (b.total, b.micro_batches, b.micro):

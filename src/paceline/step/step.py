@@ -1,6 +1,6 @@
 """The step: from a batch to an update, exact over micro-batches, losses, loaders and optimizers.
 
-Phase 1, a loader's yield: it starts a micro-batch, and the first micro-batch starts a global batch (ownership.py).
+Phase 1, a loader yields: this starts a micro-batch, and the first micro-batch starts a global batch (ownership.py).
 Phase 2, `backward` or `forward_backward`: the accounts weigh the loss by its share of the global batch (accounts.py),
     and the strategy makes the backward pass and reduces the gradients.
 Phase 3, `Updates.step`: the update (updates.py).
@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from paceline.data.batch_plan import Piece, Request
+from paceline.data.batch_plan import Request
+from paceline.data.bundle import Piece
 from paceline.data.loader import Loader
 from paceline.errors import UsageError
 from paceline.step import deterministic
@@ -53,8 +54,8 @@ class Stepper:
 
     Attributes:
         ownership, accounts, updates: the three parts of a step.
-        losses: the backward calls since an observer last took them; None where nobody takes them.
-        observers: are told of each backward call.
+        losses: the backward calls since an observer last took them; None if no observer needs them.
+        observers: called at each backward call.
     """
 
     def __init__(
@@ -70,17 +71,20 @@ class Stepper:
         nonfinite_every: int = 1,
         deterministic_by: str = "",
     ) -> None:
-        """models: the prepared ones; the run adds to them. deterministic_by: the setting that asks for deterministic
-        kernels; "": none."""
+        """Make a Stepper.
+
+        models: the prepared models; the run adds to this list.
+        deterministic_by: the setting that asks for deterministic kernels; "" if no setting does.
+        """
         self.strategy, self.precision, self.guards = strategy, precision, guards
-        # The strategy under the one interface that it has: the plan tells which.
+        # A strategy has one of these two interfaces. If `plan.bundled`, it is a ClosureStrategy.
         self._loop, self._closure = cast(LoopStrategy, strategy), cast(ClosureStrategy, strategy)
         self._store = store = strategy.store
         self.accounts = Accounts(store, strategy.mesh, device)
         self.ownership = Ownership(strategy, self.accounts)
         self._tree = None if store.sums is None else TreeAccounts(store.sums, self.accounts, store, device)
         self._passes: Accounts | TreeAccounts = self._tree or self.accounts
-        warm_up = WarmUp(calls, store, compares=not strategy.mesh.independent)
+        warm_up = WarmUp(calls, store, compares=strategy.mesh.lockstep.size > 1)
         self.updates = Updates(
             strategy,
             self.ownership,
@@ -95,10 +99,10 @@ class Stepper:
         self.device, self._models, self._deterministic_by = device, models, deterministic_by
         self.losses: list[LossRecord] | None = None
         self.observers: Sequence[StepObserver] = ()
-        self._weight, self._gradient = 0.0, torch.zeros(())  # the weight of the last usual loss, and as a tensor
+        self._weight, self._gradient = 0.0, torch.zeros(())  # the last usual loss's weight: number, tensor
 
     def watch(self, observers: Sequence[StepObserver]) -> None:
-        """Tell these of backward calls and updates."""
+        """Call these observers at backward calls and updates."""
         self.observers = self.updates.observers = observers
 
     # --- the loop form
@@ -112,8 +116,7 @@ class Stepper:
         of: Loader | None,
         retain_graph: bool,
     ) -> None:
-        """Add the gradients of a loss, weighted by its share of the global batch. `run.backward` documents the
-        arguments."""
+        """Add the gradients of a loss, weighted by its share of the global batch. Arguments: see `run.backward`."""
         if self.strategy.plan.bundled:
             raise UsageError(CLOSURE_NEEDED)
         value, ownership = total if loss is None else loss, self.ownership
@@ -121,7 +124,7 @@ class Stepper:
         request = one.request
         if len(ownership.loaders) > 1 and isinstance(value, Tensor) and (loss is not None or count is None):
             ownership.several.check_loss("backward", one, [value])
-        # A mean over the examples of a last micro-batch is what most losses are: no lists are made of it.
+        # Most losses are a mean over the examples of a last micro-batch. The fast path for them builds no lists.
         usual = loss is not None and count is None and request.final and self._tree is None
         if usual:
             if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
@@ -156,7 +159,7 @@ class Stepper:
         counted = None if term is None else term.count
         shown = (cast(Term, term).value if loss is None else loss).detach()
         ownership.node_after_backward = next_node()
-        if call == 0 and request.examples:  # nothing counts on an empty shard, whatever a loss says of it
+        if call == 0 and request.examples:  # an empty shard has no samples, whatever count the loss gives
             self.updates.samples = self.updates.samples + (request.examples if counted is None else counted)
         self.updates.finite.calls.append((shown, request))
         if self.losses is not None:
@@ -167,7 +170,7 @@ class Stepper:
     def _backward_mean(
         self, loss: Tensor, request: Request, call: int, inputs: list[Tensor] | None, retain_graph: bool
     ) -> None:
-        """The one pass of a mean over the examples of a last micro-batch."""
+        """Make the single backward pass of a mean over the examples of a last micro-batch."""
         scaler = self.precision.scaler
         scale = self._scale() if scaler is not None or self.observers else 1.0
         weight = request.examples / request.mean_over * (scale * self._store.factor)
@@ -185,7 +188,7 @@ class Stepper:
     def _backward_terms(
         self, terms: list[Term], request: Request, call: int, inputs: list[Tensor] | None, retain_graph: bool
     ) -> None:
-        """The passes of a loss of these terms, one for each account."""
+        """Make the backward passes of a loss with these terms: one for all accounts, or one per account."""
         self._check_not_updated()
         kind = call, id(inputs[0]) if inputs else None
         scale = self._scale()
@@ -210,7 +213,7 @@ class Stepper:
         optimizer: torch.optim.Optimizer | None,
         of: Loader | None,
     ) -> Tensor:
-        """Compute a loss and add its gradients. `run.forward_backward` documents arguments and result."""
+        """Compute a loss and add its gradients. Arguments and result: see `run.forward_backward`."""
         ownership, bundled = self.ownership, self.strategy.plan.bundled
         one = ownership.owner_of_batch(batch, of)
         request = one.request
@@ -232,12 +235,12 @@ class Stepper:
             if bundled:
                 terms = self._by_strategy(model, pieces, compute, request, call, inputs)
             else:
-                own = compute(model, pieces[0], self.device)
-                if len(own) == 1 and own[0].count is None and request.final and self._tree is None:
-                    self._backward_mean(own[0].value, request, call, inputs, False)
+                made = compute(model, pieces[0], self.device)
+                if len(made) == 1 and made[0].count is None and request.final and self._tree is None:
+                    self._backward_mean(made[0].value, request, call, inputs, False)
                 else:
-                    self._backward_terms(own, request, call, inputs, False)
-                terms = [[Term(term.value.detach(), term.count) for term in own]]
+                    self._backward_terms(made, request, call, inputs, False)
+                terms = [[Term(term.value.detach(), term.count) for term in made]]
         except BaseException as error:
             one.discarded = True
             self._explain("forward_backward", error)
@@ -245,7 +248,7 @@ class Stepper:
         finally:
             self.guards.in_run_backward = False
         counts = [piece.count for piece in pieces]
-        loss = local_loss(terms, counts, apart=self._tree is not None)
+        loss = local_loss(terms, counts, keep_pieces=self._tree is not None)
         ownership.node_after_backward = next_node()
         if call == 0 and request.examples:
             first = terms[0][0].count
@@ -285,7 +288,7 @@ class Stepper:
 
     @contextmanager
     def _observed(self) -> Iterator[None]:
-        """The strategy's part of a backward call."""
+        """A context around the strategy's part of a backward call."""
         for observer in self.observers:
             observer.in_backward(True)
         try:
@@ -295,7 +298,7 @@ class Stepper:
                 observer.in_backward(False)
 
     def _begin_global_batch(self) -> None:
-        """The first backward call since a global batch began."""
+        """Called before the first backward call of a global batch."""
         ownership, accounts, scaler = self.ownership, self.accounts, self.precision.scaler
         if ownership.new_update:
             self.updates.samples, self.updates.finite.calls = 0.0, []
@@ -313,7 +316,7 @@ class Stepper:
         self.accounts.start_global_batch()
 
     def _scale(self) -> float:
-        """What all losses are multiplied by in the backward, and all gradients divided by after it."""
+        """The loss scale. A backward multiplies all losses by it, and then divides all gradients by it."""
         scale = 1.0 if self.precision.scaler is None else self.precision.scaler.scale
         for observer in self.observers:
             scale *= observer.scale()
@@ -326,19 +329,19 @@ class Stepper:
             raise UsageError(UPDATED_BETWEEN)
 
     def _inputs(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """The parameters of this optimizer, which alone get gradients from a call that names the optimizer."""
+        """This optimizer's parameters. A backward call that names the optimizer gives gradients only to them."""
         optimizer = self.updates.prepared(optimizer)
         return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def explanation(self, error: BaseException) -> Exception | None:
-        """A better error than this one, if the strategy has one, or it is about a deterministic kernel."""
+        """A better error, from the strategy or about a missing deterministic kernel; None: keep this error."""
         explained = self.strategy.explain(error) if isinstance(error, Exception) else None
         if explained is None and self._deterministic_by:
             return deterministic.explained(error, self._models, self._deterministic_by)
         return explained
 
     def _explain(self, call: str, error: BaseException) -> None:
-        """Raises a better error in place of this one of a backward call, if there is one."""
+        """Raises a better error for this error of a backward call, if there is a better one."""
         if isinstance(error, RuntimeError) and (words := second_backward(call, error)) is not None:
             raise UsageError(words) from error
         explained = self.explanation(error)

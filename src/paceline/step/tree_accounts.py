@@ -1,16 +1,15 @@
-"""The gradient of a global batch of V shards in sequence, whose bits depend on V alone (`reproducible=V`).
+"""Accumulate the gradient of a global batch of V shards so that its bits depend on V alone (`reproducible=V`).
 
 1. Each account (accounts.py) has a tree. Each backward pass belongs to one account.
-2. After the last micro-batch of a shard, the gradient that `.grad` holds becomes the shard's leaf. Sums over counted
-   things are divided by P in every micro-batch. P is the power of two nearest to the number of examples of the global
-   batch.
-3. The complete tree gives the sum over the shards. A sum over counted things is multiplied by P / C. C, the count of
-   all shards, is added in the same tree.
+2. After the last micro-batch of a shard, the gradient in `.grad` becomes the shard's leaf. Sums over counted items are
+   divided by P in every micro-batch. P is the power of two nearest to the number of examples in the global batch.
+3. The complete tree gives the sum over the shards. A sum over counted items is multiplied by P / C. C is the count of
+   all shards. The shards' counts are added in the same tree order.
 4. The accounts are added in the order of the backward calls.
 
-A shard without examples has no leaf, and neither have the zero-length batches of a process that has fewer shards than
-others. Where batch norm lets the shards of a process compute together, the gradient of each shard's replica is its
-leaf.
+The leaf of a shard without examples is empty. A process with fewer shards than others also computes zero-length
+batches, which have no leaf. With batch norm a process computes its shards together, each on its own replica, and the
+gradient of the replica is the leaf.
 """
 
 from __future__ import annotations
@@ -30,22 +29,22 @@ from paceline.strategies.base import Term, Weight, Weights
 from paceline.strategies.gradient_store import GradientStore, Grads, scale_
 
 UPDATED_BETWEEN = (
-    "reproducible: a backward call came after an update within one yield of the loader. The shards that are computed "
-    "one after the other would see different weights. Make all backward calls before the first run.step of a global "
+    "reproducible: a backward call came after an update within one iteration of the loop. The shards are computed in "
+    "sequence, so they would see different weights. Make all backward calls before the first run.step of a global "
     "batch, or leave reproducible out."
 )
 
 
 class TreeAccounts:
-    """The accounts of shards in sequence: `passes`, `begin` and `end` in place of those of Accounts."""
+    """The accounts of a reproducible run. `passes`, `begin` and `end` replace the methods of Accounts."""
 
     def __init__(self, sums: TreeSums, accounts: Accounts, store: GradientStore, device: torch.device) -> None:
         self._sums, self._accounts, self._store, self._device = sums, accounts, store, device
-        self._counts: dict[Key, dict[int, Tensor]] = {}  # by account and shard: how many things its sum is over
+        self._counts: dict[Key, dict[int, Tensor]] = {}  # by account and shard: the number of counted items
         self._keys: list[Key] = []  # the accounts of the latest call
 
     def passes(self, terms: list[list[Term]], request: Request, call: int) -> list[list[Key]]:
-        """See `Accounts.passes`: here each pass has one account."""
+        """See `Accounts.passes`. Here each pass has one account."""
         keys = keys_of(terms, call)
         for key in keys:
             if request.micro == 0:
@@ -63,15 +62,18 @@ class TreeAccounts:
         return weigh(terms, request, scale, {key[1]: 1 / _power(request)}, only=key[1])
 
     def end(self, keys: Sequence[Key], request: Request, scale: float) -> None:
-        """The pass over this account was made: it is a leaf after the last micro-batch of a shard. After the last pass
-        of a global batch the trees are complete."""
+        """Finish the pass over this account.
+
+        After a shard's last micro-batch the shard's gradient becomes a leaf. After the last pass of a global batch the
+        trees are complete.
+        """
         (key,) = keys
         last = request.parts[0].micro == request.micro_batches - 1
-        for place, (part, nothing) in enumerate(zip(request.parts, self._empty(request), strict=True)):
+        for replica, (part, nothing) in enumerate(zip(request.parts, self._empty(request), strict=True)):
             if last and part.shard < self._sums.shards:
-                self._leaf(key, part.shard, place, nothing)
+                self._leaf(key, part.shard, replica, nothing)
             elif nothing:
-                self._take(place)
+                self._take(replica)
         self._accounts.accumulated(key)
         if request.final and key == self._keys[-1]:
             self._complete(self._keys, _power(request), scale)
@@ -86,18 +88,18 @@ class TreeAccounts:
         mine = self._counts.setdefault(key, {})
         mine[shard] = mine[shard] + value if shard in mine else value
 
-    def _take(self, place: int) -> list[Tensor | None]:
-        """Remove the gradients of one of this process's replicas from it, and return them."""
-        grads = self._store.pop_replica(place)
+    def _take(self, replica: int) -> list[Tensor | None]:
+        """Remove and return the gradients of this replica of the process."""
+        grads = self._store.pop_replica(replica)
         if any(grad is not None and grad.layout != torch.strided for grad in grads):
             raise UsageError(
-                "reproducible: a parameter has a sparse gradient, as of nn.Embedding(sparse=True), whose entries are "
-                "added in no fixed order. Set sparse=False."
+                "reproducible: a parameter has a sparse gradient, for example of nn.Embedding(sparse=True). The order "
+                "in which its entries are added is not fixed. Set sparse=False."
             )
         return grads
 
-    def _leaf(self, key: Key, shard: int, place: int, empty: bool) -> None:
-        grads = self._take(place)
+    def _leaf(self, key: Key, shard: int, replica: int, empty: bool) -> None:
+        grads = self._take(replica)
         tree = self._accounts.trees.get(key)
         if tree is None:
             tree = self._accounts.trees[key] = self._sums.tree()
@@ -131,5 +133,5 @@ class TreeAccounts:
 
 
 def _power(request: Request) -> float:
-    """P, by which sums over counted things are divided in every micro-batch."""
+    """P: the sums over counted items are divided by it in every micro-batch."""
     return 2.0 ** round(math.log2(max(request.total, 1)))

@@ -1,9 +1,9 @@
-"""Updates: from complete gradients to new weights, once for each optimizer and global batch.
+"""Updates: from complete gradients to new weights, once per optimizer and global batch.
 
-`step` runs when the script calls run.step. Once every loader that took part has come to the last micro-batch of its
-global batch, it checks the gradients, clips them, updates, moves the schedules and clears the gradients.
+`step` runs when the script calls run.step. It acts when every participating loader is at the last micro-batch of its
+global batch: it checks the gradients, clips them, updates, steps the schedules and clears the gradients.
 
-Independent replicas do the same, each for its own shard, and count updates and schedules alike.
+Independent replicas do the same, each for its shard, and make equal numbers of updates and schedule steps.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.comm import collectives
-from paceline.comm.mesh import ALONE
+from paceline.comm.mesh import ALONE, world_group
 from paceline.data.loader import Loader
 from paceline.data.randomness import seed_torch, tag
 from paceline.errors import UsageError
@@ -46,7 +45,7 @@ _UPDATE = tag("update")
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The parameters that the optimizer has now, of all its groups."""
+    """The current parameters of the optimizer, from all its groups."""
     return list(itertools.chain.from_iterable([group["params"] for group in optimizer.param_groups]))
 
 
@@ -54,14 +53,15 @@ class Updates:
     """The updates of a run.
 
     Attributes:
-        counts: how many updates each prepared optimizer has made.
-        skipped: updates that every replica left out. skipped_alone: that this one left out while others made theirs.
-        names: the name of each prepared parameter, and of each place of its gradient.
-        samples: how many examples, or counted things, this process's gradient is a mean over.
+        counts: for each prepared optimizer, the number of updates so far.
+        skipped: the number of updates that every replica skipped.
+        skipped_alone: the number of updates that this replica skipped while other replicas made them.
+        names: the name of each prepared parameter. The tensor that holds the gradient has the same name.
+        samples: the number of examples, or counted items, in this process's gradient.
         finite: checks the gradients of each global batch.
-        skip: whether an update by a gradient that is not finite is left out; else it is an error.
-        observers: are told of each update.
-        warm_up: checks of the first global batches; None when they are over.
+        skip: whether to skip an update with a gradient that is not finite; otherwise it is an error.
+        observers: called at each update.
+        warm_up: checks of the first global batches; None when they are done.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class Updates:
         self.finite = FiniteWatch(strategy.store, strategy.mesh, device, nonfinite_every)
         self.warm_up: WarmUp | None = warm_up
         self.observers: Sequence[StepObserver] = ()
-        self._parameter_counts: dict[torch.optim.Optimizer, int] = {}  # how many parameters the last check saw
+        self._parameter_counts: dict[torch.optim.Optimizer, int] = {}  # the number of parameters at the last check
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take a prepared optimizer."""
+        """Add a prepared optimizer."""
         self.counts[optimizer] = 0
         self._ownership.optimizers = len(self.counts)
         if len(self.counts) > 1 and self._accounts.reached is None:
@@ -104,12 +104,12 @@ class Updates:
 
     @property
     def made(self) -> int:
-        """Updates of all optimizers."""
+        """The number of updates of all optimizers."""
         return sum(self.counts.values())
 
     @property
     def left_out(self) -> int:
-        """Updates that this replica has left out."""
+        """The number of updates that this replica has skipped."""
         return self.skipped + self.skipped_alone
 
     # --- an update
@@ -117,18 +117,18 @@ class Updates:
     def step(
         self, optimizer: torch.optim.Optimizer | None, schedulers: Sequence[Any], max_grad_norm: float | None
     ) -> bool:
-        """Update if the global batch is complete. Returns whether it was."""
+        """Make the update if the global batch is complete. Returns whether it is complete."""
         if optimizer not in self.counts:
             optimizer = self.prepared(optimizer)
-        places = self._store.of(parameters_of(optimizer))
-        if len(places) != self._parameter_counts.get(optimizer):
-            self._check_optimizer(optimizer, len(places))
+        holders = self._store.of(parameters_of(optimizer))
+        if len(holders) != self._parameter_counts.get(optimizer):
+            self._check_optimizer(optimizer, len(holders))
         ownership = self._ownership
         opened = ownership.opened()
         if not opened or (ownership.calls == 0 and not all(one.stepped for one in opened)):
             if ownership.step_for_previous(opened):
                 return False
-            raise UsageError(without_backward(places))
+            raise UsageError(without_backward(holders))
         for one in opened:
             one.step_called = True
             if not one.request.final:
@@ -137,62 +137,62 @@ class Updates:
             ownership.several.check_update(opened)
         self._store.samples = self.samples
         self.strategy.finish()
-        if self._accounts.unfinished and self._accounts.unreduced(places):
+        if self._accounts.unfinished and self._accounts.unreduced(holders):
             raise UsageError(NOT_IN_EVERY_MICRO_BATCH)
-        self._check_gradients(places)
+        self._check_gradients(holders)
         if self.warm_up is not None:
-            self.warm_up.before_update(optimizer, places, self.names)
+            self.warm_up.before_update(optimizer, holders, self.names)
             self.warm_up = None if self.warm_up.over else self.warm_up
-        # What the update draws, and the script until the next yield, is alike on every replica: SGLD's noise,
-        # stochastic rounding.
+        # Every replica must draw the same random numbers in the update (SGLD's noise, stochastic rounding), and in the
+        # script until the next yield.
         seed_torch(opened[0].key ^ _UPDATE, self.device)
-        used = places
+        used = holders
         for observer in self.observers:
             used = observer.before_update(optimizer, used)
         if self._update(optimizer, used, max_grad_norm):
             self._advance(optimizer, schedulers)
         else:
             self.skipped += 1
-        self._finish_global_batch(places, opened)
+        self._finish_global_batch(holders, opened)
         return True
 
-    def _check_gradients(self, places: Sequence[Tensor]) -> None:
+    def _check_gradients(self, holders: Sequence[Tensor]) -> None:
         """Raises UsageError unless backward calls of this global batch made the gradients."""
         if self._guards.foreign_gradients:
-            self._guards.refuse_foreign(places)
-        if self._store.others is not ALONE:  # other processes may have the gradients
+            self._guards.refuse_foreign(holders)
+        if self._store.model_parallel is not ALONE:  # other processes may have the gradients
             return
         reached = self._accounts.reached
-        if reached is not None and reached.isdisjoint(places):
-            raise UsageError(not_reached(any_gradient(places)))
-        if not any_gradient(places):  # the first has one, nearly always
-            raise UsageError(without_backward(places))
+        if reached is not None and reached.isdisjoint(holders):
+            raise UsageError(not_reached(any_gradient(holders)))
+        if not any_gradient(holders):  # fast: nearly always the first tensor has a gradient
+            raise UsageError(without_backward(holders))
 
-    def _update(self, optimizer: torch.optim.Optimizer, places: list[Tensor], max_grad_norm: float | None) -> bool:
-        """Make the update. Returns False if it was skipped, on all ranks alike, for a gradient that is not finite."""
-        norm = None if max_grad_norm is None else self._store.norm(places, self.device)
+    def _update(self, optimizer: torch.optim.Optimizer, holders: list[Tensor], max_grad_norm: float | None) -> bool:
+        """Make the update, and return True. If a gradient is not finite, all ranks may skip it and return False."""
+        norm = None if max_grad_norm is None else self._store.norm(holders, self.device)
         scaler = self._precision.scaler
         if scaler is not None or self.skip:
-            finite = self.finite.all_finite(places) if norm is None else math.isfinite(norm.item())
+            finite = self.finite.all_finite(holders) if norm is None else math.isfinite(norm.item())
             if scaler is not None:
                 scaler.record(not finite)
             if not finite and not self.strategy.mesh.independent:
                 return False
-            if not finite:  # the other replicas make theirs, and count on this one when they average
+            if not finite:  # the other replicas do update, and need this replica at the next averaging
                 self.skipped_alone, self._store.samples, norm = self.skipped_alone + 1, 0.0, None
-                self._store.clear(places)
+                self._store.clear(holders)
         else:
-            self.finite.check(places, norm, self.counts, self.names)
+            self.finite.check(holders, norm, self.counts, self.names)
         if norm is not None and max_grad_norm is not None:
-            self._store.clip(places, max_grad_norm, norm)
+            self._store.clip(holders, max_grad_norm, norm)
         self._guards.allow(self.strategy.step, optimizer)
         return True
 
     def _advance(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any], updated: bool = True) -> None:
-        """Count the steps that the strategy reports as completed, and move the schedules by as many.
+        """Count the completed steps that the strategy reports, and step the schedules once for each of these steps.
 
-        One step for each update; where processes are not in step, the number that all workers completed since the last
-        call.
+        Usually the strategy reports one step per update. If processes do not run in step, it reports the number of
+        steps that all workers together completed since the last call.
         """
         steps = self.strategy.completed(optimizer, updated)
         self.counts[optimizer] += steps
@@ -200,16 +200,16 @@ class Updates:
             self._guards.allow(scheduler.step)
 
     def catch_up(self, schedulers: Sequence[Any]) -> None:
-        """At the end of a pass: count the steps that other workers completed, where processes are not in step."""
+        """If processes do not run in step, count the steps of other workers. Called at the end of a pass."""
         if not self.strategy.plan.in_step:
             for optimizer in self.counts:
                 self._advance(optimizer, [s for s in schedulers if s.optimizer is optimizer], updated=False)
 
-    def _finish_global_batch(self, places: Sequence[Tensor], opened: Sequence[Yield]) -> None:
-        """End a global batch whose update was made or skipped: clear its gradients."""
-        self._store.clear(places)
+    def _finish_global_batch(self, holders: Sequence[Tensor], opened: Sequence[Yield]) -> None:
+        """Clear the gradients of a global batch after its update was made or skipped."""
+        self._store.clear(holders)
         if self._accounts.reached is not None:
-            self._accounts.reached.difference_update(places)
+            self._accounts.reached.difference_update(holders)
         for one in opened:
             one.stepped = True
             one.loader.mark_stepped(one.request)
@@ -217,7 +217,7 @@ class Updates:
                 self._reseed(one.loader)
 
     def _reseed(self, loader: Loader) -> None:
-        """Key the random generators for the batch that the script prefetched before this update, as its yield did."""
+        """Seed the generators again, as at the yield, for the batch that the script fetched before this update."""
         self._ownership.prefetched = True
         if loader.current is not None:
             part = loader.current.parts[0]
@@ -226,7 +226,7 @@ class Updates:
     # --- an optimizer that evaluates the loss itself (objective.py)
 
     def check_evaluation(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises UsageError or NonFiniteError unless the last evaluation has left finite gradients."""
+        """Raises UsageError or NonFiniteError unless the last evaluation left finite gradients."""
         parameters = parameters_of(optimizer)
         self._check_gradients(parameters)
         self.finite.check(parameters, None, self.counts, self.names)
@@ -234,7 +234,7 @@ class Updates:
             observer.after_evaluation(optimizer)
 
     def finish_closure_update(self, optimizer: torch.optim.Optimizer, schedulers: Sequence[Any]) -> None:
-        """Count an update that the optimizer has made by a closure, and end the global batch."""
+        """Count an update that the optimizer has made with a closure, and end the global batch."""
         opened = [one for one in self._ownership.open.values() if one.loader.current is not None]
         seed_torch(opened[0].key ^ _UPDATE, self.device)
         self._advance(optimizer, schedulers)
@@ -243,7 +243,10 @@ class Updates:
     # --- which optimizer
 
     def prepared(self, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-        """This optimizer, or the only one. Raises UsageError if it is not prepared, or must be named."""
+        """This optimizer; for None, the only prepared optimizer.
+
+        Raises UsageError if this optimizer is not prepared, or if it is None and not exactly one is prepared.
+        """
         if optimizer in self.counts:
             return optimizer
         if optimizer is not None:
@@ -260,30 +263,33 @@ class Updates:
         self._parameter_counts[optimizer] = count
 
     def keeps_gradients(self, parameters: list[Tensor]) -> bool:
-        """The script calls zero_grad of the optimizer of these parameters. Returns whether that must do nothing, since
-        they have gradients of earlier micro-batches."""
+        """Whether zero_grad must do nothing, since these parameters have gradients of earlier micro-batches.
+
+        Called by the zero_grad of an optimizer, with its parameters.
+        """
         if self._accounts.unreduced(parameters):
             return True
         if self.warm_up is not None:
             self.warm_up.cleared(parameters)
         return False
 
-    # --- before others look at the model
+    # --- before the model is evaluated, saved or exported
 
     def drain(self) -> None:
-        """Finish the checks of the gradients of all steps, whose flags an accelerator's host reads late. Raises
-        NonFiniteError."""
+        """Read the remaining finite flags, since accelerators read them late. Raises NonFiniteError."""
         self.finite.drain(self.made)
 
     def prepare_save(self) -> None:
-        """Finish the checks, and give independent replicas rank 0's loss scale. All processes call it."""
+        """Read the remaining finite flags, and broadcast rank 0's loss scale. Collective."""
         self.drain()
         scaler = self._precision.scaler
-        if self.strategy.mesh.independent and scaler is not None:
-            scaler.load_state_dict(collectives.broadcast_object(scaler.state_dict()))
+        if scaler is not None:
+            scaler.load_state_dict(world_group().broadcast(scaler.state_dict()))
 
     def synchronize(self) -> None:
-        """Finish the checks, and average independent replicas into one model, before it is evaluated or when training
-        ends. All processes call it. Raises NonFiniteError."""
+        """Read the remaining finite flags, and average independent replicas into one model. Collective.
+
+        Called before an evaluation and at the end of training. Raises NonFiniteError.
+        """
         self.drain()
         self.strategy.synchronize()

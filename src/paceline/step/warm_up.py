@@ -1,9 +1,9 @@
-"""What is looked at in the first global batches only: mistakes that show there, and would cost too much in each step.
+"""Checks of the first global batches, for mistakes that show early. In every step the checks would cost too much.
 
-1. The first backward calls are compared between the processes (call_check.py).
-2. Gradients that the last global batch has left, and that the next one adds to (left_gradients.py).
+1. Compare the first backward calls between the processes (call_check.py).
+2. Find gradients that one global batch leaves and the next global batch adds to (left_gradients.py).
 
-The step holds a WarmUp until it is over, and then drops it.
+The step drops its WarmUp when all checks are done.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from paceline.strategies.gradient_store import GradientStore
 
 
 class WarmUp:
-    """compares: whether all processes make the same backward calls, so that these can be compared."""
+    """The checks of one run.
+
+    compares: whether all processes make the same backward calls, so that they can be compared.
+    """
 
     def __init__(self, calls: CallCheck, store: GradientStore, compares: bool) -> None:
         self._calls, self._compares = calls, compares
@@ -31,19 +34,21 @@ class WarmUp:
         return self._left.over and (self._calls.over or not self._compares)
 
     def before_backward(self, one: Yield, call: int) -> None:
-        """A backward call of this yield is about to be made, of this number in its micro-batch. Collective, where the
-        processes compare it. Raises UsageError."""
-        # The first backward of a global batch's last micro-batch is the first of its calls that all processes make. To
-        # take a batch is none: a process may look at one by itself.
+        """Check before a backward call of this yield. call: its number in the micro-batch.
+
+        Collective if the processes compare the call. Raises UsageError.
+        """
+        # Compare at the first backward of a global batch's last micro-batch, since all processes make this call. Do not
+        # compare when a batch is fetched: one process alone may fetch a batch to look at it.
         if one.calls == 1 and one.request.final and self._compares:
             self._calls.same(BACKWARD)
         self._left.look(first=call == 0 and one.request.micro == 0)
 
     def before_update(
-        self, optimizer: torch.optim.Optimizer, places: Sequence[Tensor], names: Mapping[Tensor, str]
+        self, optimizer: torch.optim.Optimizer, holders: Sequence[Tensor], names: Mapping[Tensor, str]
     ) -> None:
-        self._left.warn_of(optimizer, places, names)
+        self._left.warn_of(optimizer, holders, names)
 
     def cleared(self, parameters: Iterable[Tensor]) -> None:
-        """The script has cleared the gradients of these parameters."""
+        """Record that the script has cleared the gradients of these parameters."""
         self._left.cleared(parameters)

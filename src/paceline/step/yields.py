@@ -1,16 +1,17 @@
-"""Find the loader's yield that a loss belongs to, also where the script prefetches the next batch by itself.
+"""Find the loader's yield that a loss belongs to, even if the script prefetches the next batch itself.
 
-nanoGPT's order is forward, next batch, backward. The loss belongs to the batch of its forward, not to the batch that
-the loader yielded last. Autograd numbers its nodes in the order in which it makes them. So the numbers in a loss's
-graph tell between which two yields the script computed the loss.
+nanoGPT's order is forward, next batch, backward. The loss belongs to the batch of its forward, not to the latest batch.
+Autograd numbers its nodes in order of creation. So the numbers in a loss's graph show between which two yields the
+script computed the loss.
 
-1. A new yield is activated at once if nothing of the yield before it can be under way: that one has had its backward
-   (and its update, if it completed the global batch), and autograd has made no node since. Nearly every step of nearly
-   every script is of this kind. Only the number of the loss's root is compared then.
+1. Common case: the previous yield is done. It has had its backward (and its update, if it completed the global batch),
+   and autograd has made no node since. Then the new yield is activated at once, and only the number of the loss's root
+   is compared.
 2. Otherwise the new yield is pending, and the first loss that belongs to it activates it. The whole graph of each loss
-   is walked then: it must lie between two yields.
-3. A batch that was prefetched, and whose forward comes later, leaves no trace in the graph. A closure receives the
-   batch, and its tensors identify the yield. The loop form is refused while a tensor of an earlier batch is alive.
+   is then walked: it must lie between two yields.
+3. If a batch is prefetched before the forward of an earlier batch, the graph does not show which batch the forward
+   used. A closure receives its batch, so the batch's tensors identify the yield. The loop form is refused while a
+   tensor of an earlier batch without a backward is alive.
 """
 
 from __future__ import annotations
@@ -24,42 +25,43 @@ from typing import Any
 from torch import Tensor
 
 from paceline.data.batch_plan import Request
-from paceline.data.loader import Bundle, Loader
+from paceline.data.bundle import Bundle
+from paceline.data.loader import Loader
 from paceline.errors import UsageError
 from paceline.step.messages import FETCHED_AHEAD, LOSS_OF_AN_EARLIER_YIELD, LOSS_OVER_YIELDS, outside_a_loop
 from paceline.torch_private.core import next_node, node_number
 
-MOST_ENTRIES = 16  # how many entries of a batch, or of a container in it, are compared to recognise the batch
+MOST_ENTRIES = 16  # a batch's yield is found by comparing at most this number of entries per container in the batch
 
 
 @dataclass(eq=False)
 class Yield:
-    """One micro-batch that a training loader has yielded, until the update of its global batch."""
+    """One micro-batch that a training loader has yielded. Kept until the update of its global batch."""
 
     loader: Loader
     request: Request
     key: int  # the key of its global batch's random streams, the same for all shards
-    index: int  # how many yields all training loaders had made before it
-    first_node: int  # the number of autograd's next node when the loader yielded it
-    ambiguous: bool  # graphs of earlier yields may be under way: the graph of each loss is walked
-    batch: Sequence[weakref.ref[Any]] = field(default=(), init=False)  # its tensors; filled when the next yield comes
+    index: int  # the number of earlier yields of all training loaders
+    first_node: int  # the number of autograd's next node at this yield
+    ambiguous: bool  # an earlier yield may have an unfinished graph: walk the graph of each loss
+    batch: Sequence[weakref.ref[Any]] = field(default=(), init=False)  # its tensors; filled at the next yield
 
-    calls = 0  # how many backward calls belong to it
+    calls = 0  # the number of its backward calls
     step_called = False  # run.step was called while this was the last yield with a backward
     stepped = False  # an optimizer has used the gradients of its global batch
-    discarded = False  # its gradients do not count: its backward failed
-    count_at_call = 0  # how many yields all training loaders had made at its last backward call
+    discarded = False  # its backward failed, so its gradients do not count
+    count_at_call = 0  # the number of yields of all training loaders at its last backward call
     warned = False  # the script was warned that its gradients were never used
-    after_end = False  # its backward came after the loader's pass had ended
+    after_end = False  # its backward came after the end of the loader's pass
 
     @property
     def done(self) -> bool:
-        """Whether the script has made the calls that a loop makes before it fetches the next batch."""
+        """Whether the script has made all calls that belong before the next fetch."""
         return self.calls > 0 and (self.stepped or self.discarded or not self.request.final)
 
     @property
     def batch_alive(self) -> bool:
-        """Whether the script still holds a tensor of the batch. Known as soon as the next yield comes."""
+        """Whether the script still holds a tensor of the batch. Valid from the next yield on."""
         for ref in self.batch:  # noqa: SIM110  # in every step of some scripts: a generator takes twice as long
             if ref() is not None:
                 return True
@@ -67,14 +69,14 @@ class Yield:
 
 
 class Yields:
-    """The yields of one training loader to which a loss may belong."""
+    """The yields of one training loader that a loss may belong to."""
 
     def __init__(self) -> None:
-        self.previous: Yield | None = None  # the yield that was active before
-        self.active: Yield | None = None  # the yield to which the last backward call belonged, or the next one must
-        self.pending: list[Yield] = []  # later yields, which no loss has activated yet
+        self.previous: Yield | None = None  # the active yield before the current one
+        self.active: Yield | None = None  # the yield that backward calls now belong to
+        self.pending: list[Yield] = []  # later yields that no loss has activated yet
         self.end_node: int | None = None  # the number of autograd's next node when the pass was read to its end
-        # The yield that owns every loss computed since it came. None: the graph of each loss is walked.
+        # The yield of every loss that is computed from now on. None: walk the graph of each loss.
         self.certain: Yield | None = None
 
     @property
@@ -84,17 +86,17 @@ class Yields:
 
     @property
     def candidates(self) -> list[Yield]:
-        """The yields to which a loss may belong, oldest first."""
+        """The yields that a loss may belong to, oldest first."""
         return ([] if self.active is None else [self.active]) + self.pending
 
     def newest(self) -> Yield:
-        """`latest`, of a loader that has yielded."""
+        """The newest yield. The loader must have yielded."""
         latest = self.pending[-1] if self.pending else self.active
         assert latest is not None
         return latest
 
     def remember_batch(self, presented: Any) -> None:
-        """Keep weak references to the tensors of the latest yield's batch, since another yield follows.
+        """Keep weak references to the tensors of the latest yield's batch. Called when another yield follows.
 
         presented: the batch as the loader yielded it.
         """
@@ -107,12 +109,12 @@ class Yields:
             ]
 
     def defer(self, one: Yield) -> None:
-        """Make this yield pending: the yield before it may be under way."""
+        """Make this yield pending, since the previous yield may not be done."""
         one.ambiguous, self.certain = True, None
         self.pending.append(one)
 
     def close(self, loader: Loader, whole: bool) -> None:
-        """The pass has ended. whole: it was read to its end; else no backward call for a pending yield will come."""
+        """End the pass. whole: whether it was read to its end. If not, its yields get no more backward calls."""
         if whole:
             self.remember_batch(loader.presented)
             self.end_node = next_node()
@@ -122,20 +124,20 @@ class Yields:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the pass was read to its end before the last yield was done."""
+        """Whether the pass was read to its end, but its last yield still lacks its backward or its update."""
         return self.end_node is not None and self.latest is not None and not self.latest.done
 
     @property
     def has_unused_forward(self) -> bool:
-        """Whether a yield that another one has followed has had a forward but no backward."""
+        """Whether an earlier yield has had a forward but no backward."""
         candidates = self.candidates
         return any(not one.calls and one.first_node < after.first_node for one, after in pairwise(candidates))
 
     def find_by_loss(self, root: Tensor, first: int) -> Yield:
-        """The yield in which the graph of this scalar was computed.
+        """The yield during which the graph of this scalar was computed.
 
-        first: the number of autograd's next node when the run's first yield came. Older nodes were made before the
-        loop. Raises UsageError if the graph spans several yields, or belongs to one whose turn is over.
+        first: the number of autograd's next node at the run's first yield. Older nodes were made before the loop.
+        Raises UsageError if the graph spans several yields, or belongs to a finished yield.
         """
         latest, node = self.newest(), root.grad_fn
         number = latest.first_node if node is None else node_number(node)
@@ -155,7 +157,7 @@ class Yields:
         return found
 
     def find_by_batch(self, batch: Any) -> Yield:
-        """The yield that presented this batch, which the script passes to a closure. Raises UsageError as above."""
+        """The yield of this batch, which the script passes to a closure. Raises UsageError as `find_by_loss` does."""
         latest = self.newest()
         presented, over = latest.loader.presented, self.previous
         if (
@@ -190,8 +192,10 @@ class Yields:
 
 
 def _node_numbers(root: Any, first: int) -> Iterator[int]:
-    """The numbers of the nodes below this one. Nodes below a node older than `first` are left out, as are parameters'
-    accumulators."""
+    """The numbers of the nodes below this node.
+
+    Leaves out nodes older than `first` with all nodes below them, and the gradient accumulators of parameters.
+    """
     seen, stack = {root}, [root]
     while stack:
         for node, _ in stack.pop().next_functions:
@@ -204,7 +208,7 @@ def _node_numbers(root: Any, first: int) -> Iterator[int]:
 
 
 def batch_leaves(batch: Any, depth: int = 4) -> Iterator[Any]:
-    """The tensors of a batch of any nesting, to the given depth, and the bundles in it."""
+    """The tensors and bundles of a nested batch, to the given depth."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):

@@ -1,20 +1,22 @@
-"""Strategies by name. A factory, which is a class or a function, makes each; its keyword arguments are the options.
+"""Strategies by name. A factory (a class or a function) makes each strategy; its keyword arguments are the options.
 
-A strategy of the user's own is named `MODULE:CLASS` (docs/strategies/write.md). The processes import it, the launcher
-does not. It needs none of the functions below.
+A user's own strategy is named `MODULE:CLASS` (docs/strategies/write.md). The processes import it, the launcher does
+not. It needs none of the functions below.
 
-Beside the factory a strategy's module has a function `check(size, *, option, ...)`, which the factory calls first. It
-raises SettingError for what cannot work with so many processes (None: not known), before any process starts.
+Next to its factory, a strategy's module has a function `check(size, *, option, ...)`. It raises SettingError for
+options that cannot work with this number of processes (None: unknown). The launcher calls it before any process starts,
+and the factory calls it first.
 
-With `reproducible=V` the strategies `single` and `ddp` are replaced by one that is not in the table (reproducible.py).
-A factory has an argument `sums` where the strategy can add in that order on several devices of one process.
+With `reproducible=V`, the class Reproducible (reproducible.py) replaces `single` and `ddp`. It is not in the table.
+Some other strategies can add shards in the same fixed order, on several devices of one process. Their factories have an
+argument `sums`.
 
-A module may have a function `on_cpu(*, option, ...)`: how many processes, those of the last ranks, compute on the CPU
-whatever the device of the run is, so that they need no accelerator.
+A module may have a function `on_cpu(*, option, ...)`. It returns the number of processes that compute on the CPU even
+if the run uses accelerators. These processes are the last ranks.
 
-Every strategy runs with one process and one device, since a script is to run on any number of them. A module may have a
-function `alone(spec, device, *, option, ...)`, for a run of one process. It returns the strategy that runs there
-(`single`, or the named one where its options keep a meaning), and a line that says so.
+Every strategy runs with one process and one device, since a script must run on any number of both. A module may have a
+function `alone(spec, device, *, option, ...)` for a run of one process. It returns the strategy to run (`single`, or
+the named strategy if its options still have an effect), and a message.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ import torch
 
 from paceline.comm.tree_sums import TreeSums
 from paceline.config import StrategySpec
-from paceline.data.batch_plan import Piece
+from paceline.data.bundle import Piece
 from paceline.errors import SettingError, suggest
 from paceline.strategies.base import Strategy, Term, Work
 from paceline.world import World
@@ -55,7 +57,7 @@ STRATEGIES = {
     "parameter_server": "paceline.strategies.servers.parameter_server:ParameterServer",
 }
 
-_ELSEWHERE = {  # what other tools call them
+_ELSEWHERE = {  # name in another tool -> name here
     **dict.fromkeys(("dp", "dataparallel"), "data_parallel"),
     **dict.fromkeys(("zero", "zero1", "zero2", "zero3", "hsdp", "fsdp2", "fully_shard"), "fsdp"),
     **dict.fromkeys(("distributed", "horovod", "multi_worker_mirrored"), "ddp"),
@@ -64,22 +66,22 @@ _ELSEWHERE = {  # what other tools call them
     **dict.fromkeys(("ps", "parameter_servers"), "parameter_server"),
 }
 _REPRODUCIBLE = "paceline.strategies.replicated.reproducible:Reproducible"
-_NO_OPTIONS = ("world", "device", "sums")  # arguments of factories
+_NO_OPTIONS = ("world", "device", "sums")  # arguments of factories that are not options
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
 _WANTED = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def default(size: int) -> StrategySpec:
-    """What a run of so many processes gets that names none."""
+    """The default strategy for this number of processes."""
     return StrategySpec("single" if size == 1 else "ddp")
 
 
 def make(spec: StrategySpec | None, world: World, device: torch.device, reproducible: int | None = None) -> Strategy:
-    """The strategy of a run: the named one, or `single` for one process and `ddp` for several.
+    """Make the strategy of a run. Without a spec this is `single` for one process and `ddp` for several processes.
 
-    reproducible: the settings' V.
+    reproducible: the number of shards V of `reproducible=V`.
 
-    Raises SettingError for an unknown name, an unknown option, or a value that the option cannot have.
+    Raises SettingError for an unknown name, an unknown option, or an invalid value.
     """
     if reproducible is not None:
         _check_reproducible(spec, world.size, reproducible)
@@ -93,13 +95,13 @@ def make(spec: StrategySpec | None, world: World, device: torch.device, reproduc
 
 
 def check(spec: StrategySpec | None, size: int | None, reproducible: int | None = None) -> int:
-    """Checks what can be checked before any process starts. spec: None where it is not known.
+    """Check everything that can be checked before any process starts. spec: None if unknown.
 
-    Returns how many of the processes need no accelerator (`on_cpu`). Raises SettingError, as `make` would, for an
-    unknown name or option, a value that an option cannot have, or a number of processes (None: not known) that the
-    strategy cannot work with. Of a strategy of the user's own nothing is checked: the launcher runs none of their code.
+    Returns the number of processes that need no accelerator (`on_cpu`). Raises SettingError, as `make` would, for an
+    unknown name or option, for an invalid value, and if the strategy cannot work with `size` processes (None: unknown).
+    A user's own strategy is not checked: the launcher does not run the user's code.
     """
-    if spec is not None and is_own(spec.name):
+    if spec is not None and is_user_strategy(spec.name):
         return 0
     if reproducible is not None:
         _check_reproducible(spec, size, reproducible)
@@ -116,8 +118,10 @@ def check(spec: StrategySpec | None, size: int | None, reproducible: int | None 
 def alone(
     spec: StrategySpec, size: int, device: torch.device, reproducible: int | None = None
 ) -> tuple[StrategySpec, str]:
-    """The strategy that runs in place of the named one, and a line about it ("": there is nothing to say). On several
-    processes it is the named one. Raises SettingError as `check` does."""
+    """The strategy to run if the user names `spec`, and a message ("" for none).
+
+    On several processes the strategy is always `spec`. Raises SettingError as `check` does.
+    """
     if size > 1:
         return spec, ""
     check(spec, size, reproducible)
@@ -127,9 +131,11 @@ def alone(
 
 
 def on_cpu(spec: StrategySpec | None, size: int | None) -> int:
-    """How many processes, those of the last ranks, compute on the CPU whatever the device of the run is. size: how many
-    processes there are (None: not known). One alone computes on the run's device."""
-    if spec is None or size == 1 or is_own(spec.name):
+    """The number of processes that compute on the CPU even if the run uses accelerators. They are the last ranks.
+
+    A single process computes on the run's device. size: the number of processes (None: unknown).
+    """
+    if spec is None or size == 1 or is_user_strategy(spec.name):
         return 0
     module, factory = _find(spec)
     count: Callable[..., int] | None = getattr(module, "on_cpu", None)
@@ -137,28 +143,28 @@ def on_cpu(spec: StrategySpec | None, size: int | None) -> int:
 
 
 def _all_options(spec: StrategySpec, factory: Factory) -> dict[str, Any]:
-    """The options of a strategy, those that are not given by their defaults."""
+    """The options of a strategy, including the default values."""
     defaults = {key: p.default for key, p in inspect.signature(factory).parameters.items() if key not in _NO_OPTIONS}
     return {**defaults, **_options(spec, factory)}
 
 
 def _taken(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Those of the options that a function has arguments for."""
+    """The options that a function accepts."""
     return {key: value for key, value in options.items() if key in inspect.signature(function).parameters}
 
 
-def is_own(name: str) -> bool:
-    """Whether this names a class of the user's own, `MODULE:CLASS`."""
+def is_user_strategy(name: str) -> bool:
+    """Whether this names a user's own class, `MODULE:CLASS`."""
     return ":" in name
 
 
 def _find(spec: StrategySpec) -> tuple[ModuleType, Factory]:
-    if is_own(spec.name):
+    if is_user_strategy(spec.name):
         try:
             return _load(spec.name)
         except (ModuleNotFoundError, AttributeError) as error:
             raise SettingError(
-                f"strategy={spec.name!r}: {error}. MODULE:CLASS is needed, of a module that the script can import too."
+                f"strategy={spec.name!r}: {error}. Use MODULE:CLASS, with a module that the script can import too."
             ) from error
     if spec.name not in STRATEGIES:
         raise SettingError(_unknown(spec.name))
@@ -173,10 +179,10 @@ def _unknown(name: str) -> str:
     products = [known for known in STRATEGIES if "+" in known]
     fits = next((known for known in products if sorted(known.split("+")) == sorted(parts)), None)
     if fits is not None:
-        return f"strategy={name!r}: say {fits!r}, with the outer dimension first."
+        return f"strategy={name!r}: write {fits!r}, with the outer dimension first."
     return (
-        f"strategy={name!r}: {' and '.join(parts)} cannot be combined. What can be is {' or '.join(products)} (as in "
-        f"{products[0]}:size=2), and replicas of fsdp's slices (fsdp:replicate=2). Take one of {' or '.join(parts)}."
+        f"strategy={name!r}: {' and '.join(parts)} cannot be combined. Supported: {' or '.join(products)} (as in "
+        f"{products[0]}:size=2), and replicas of fsdp's shards (fsdp:replicate=2). Use {' or '.join(parts)} alone."
     )
 
 
@@ -188,14 +194,14 @@ def _load(place: str) -> tuple[ModuleType, Factory]:
 
 def _check_reproducible(spec: StrategySpec | None, size: int | None, shards: int) -> None:
     if spec is not None:
-        _, factory = _find(spec)  # a misspelt name is told first
-        if _adds_in_order(factory):  # its own check is told of V
+        _, factory = _find(spec)  # first, so that a misspelt name is reported first
+        if _adds_in_order(factory):  # the strategy's own `check` gets V
             return
         if spec.name not in ("single", "ddp") or spec.options:
             raise SettingError(
-                f"reproducible={shards} with strategy={str(spec)!r}: only 'ddp', 'data_parallel' and 'mirrored', and "
-                "'single' in one process, compute shards one after the other and add them in one order; 'ddp' and "
-                "'single' do so without options. Set strategy='ddp', or leave reproducible out."
+                f"reproducible={shards} with strategy={str(spec)!r}: only 'data_parallel', 'mirrored', 'ddp' (without "
+                "options) and 'single' (without options) add shards in a fixed order. Set strategy='ddp', or drop "
+                "reproducible."
             )
         if spec.name == "single":
             check(spec, size)
@@ -220,7 +226,7 @@ def _options(spec: StrategySpec, factory: Factory) -> dict[str, Any]:
 
 
 def _read(strategy: str, key: str, value: Any, kind: Any) -> Any:
-    if kind not in _WANTED:  # text or another object, which the strategy itself checks
+    if kind not in _WANTED:  # text or another object, which the strategy checks itself
         return value
     try:
         if isinstance(value, str):
@@ -229,4 +235,4 @@ def _read(strategy: str, key: str, value: Any, kind: Any) -> Any:
             return value
     except (KeyError, ValueError):
         pass
-    raise SettingError(f"strategy {strategy!r}: {key}={value!r}: {_WANTED[kind]} is needed.")
+    raise SettingError(f"strategy {strategy!r}: {key}={value!r}: use {_WANTED[kind]}.")

@@ -1,16 +1,16 @@
-"""What every strategy is: where model state lives, and how gradients are combined. Nothing else.
+"""The interface of a strategy. It decides only where model state is stored, and how gradients are combined.
 
-A strategy is a mesh (comm/mesh.py), a plan (batch_plan.py), a gradient store (gradient_store.py) and a few methods. It
-is a LoopStrategy, which is given losses, since the step runs the user's code; or a ClosureStrategy, which runs the
-user's closure itself, on several replicas or stages. The phases of one global batch, which the step drives:
+A strategy has a mesh (comm/mesh.py), a plan (batch_plan.py), a gradient store (gradient_store.py) and a few methods.
+There are two kinds. A LoopStrategy receives each loss after the user's code has computed it. A ClosureStrategy runs the
+user's closure itself, on several replicas or stages. The step drives these phases for one global batch:
 
   1. for each micro-batch, `backward` or `forward_backward`; the last one completes the reduction, so that the store
      holds the sum over all shards;
   2. `finish`, once, before the updates: gradients become final;
   3. `step`, one update of one optimizer.
 
-Weights. Losses reach a strategy with the weight that makes their plain sum over all shards and micro-batches the mean
-over the global batch. A strategy whose engine averages instead of adding undoes that by scaling the weight.
+Weights. A strategy receives losses with weights. Added over all shards and micro-batches, the weighted losses give the
+mean over the global batch. If a strategy's engine averages instead of adding, the store's `factor` undoes that.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.mesh import Mesh
-from paceline.data.batch_plan import BatchPlan, Piece
+from paceline.data.batch_plan import BatchPlan
+from paceline.data.bundle import Piece
 from paceline.strategies.gradient_store import GradientStore
 from paceline.world import World
 
 Weight = float | Tensor
-"""How much of the global batch a loss stands for: a number, or a 0-dim tensor on the loss's device."""
+"""A loss's share of the global batch: a number, or a 0-dim tensor on the loss's device."""
 
 
 @dataclass(slots=True)
@@ -38,8 +39,8 @@ class Term:
     """One addend of a loss."""
 
     value: Tensor  # a scalar
-    # None: value is a mean over the piece's examples. Else it is a sum over `count` things, to be divided by their
-    # number in the global batch.
+    # None: value is a mean over the piece's examples. Otherwise value is a sum over `count` items, to be divided by the
+    # number of items in the global batch.
     count: Weight | None
 
     def detached(self) -> Term:
@@ -50,100 +51,112 @@ Weights = list[list[Weight | None]]
 """For each piece, a weight for each of its terms; None leaves the term out of this pass."""
 
 Kind = tuple[int, int | None]
-"""Identifies a backward call of a step: its number in the micro-batch, and the identity of the first parameter that it
-may change (None: it may change all). Calls of one kind must use the same parameters in every step. The number alone is
-not enough: a penalty that a GAN's loop adds in every fourth step shifts the numbers of the calls after it."""
+"""Identifies a backward call of a step: (its number in the micro-batch, the id of the first parameter that may receive
+a gradient, or None if all may). Calls of one kind must use the same parameters in every step. The number alone is not
+enough: a penalty that a GAN adds in every fourth step shifts the numbers of later calls."""
 
 
 def kind_of(call: int, inputs: Sequence[Tensor] | None) -> Kind:
-    """The kind of the backward call of this number, which may change these parameters only (None: all)."""
+    """The kind of backward call number `call`, which gives gradients only to `inputs` (None: to all parameters)."""
     return call, id(inputs[0]) if inputs else None
 
 
 class Backward(NamedTuple):
-    """A backward pass, of one loss or several."""
+    """A backward pass of one or several losses."""
 
     losses: Sequence[Tensor]  # scalars
-    gradients: Sequence[Tensor]  # what the backward of each loss starts from: its weight, as a tensor like the loss
-    final: bool  # whether this is the last micro-batch, whose backward completes the reduction
+    gradients: Sequence[Tensor]  # the starting gradient of each loss: its weight, in the loss's shape and dtype
+    final: bool  # whether this is the last micro-batch; its backward completes the reduction
     kind: Kind
-    number: int = 0  # of this pass; a call makes several where a loss has several denominators
-    inputs: Sequence[Tensor] | None = None  # the only parameters to change (None: all)
+    number: int = 0  # the number of this pass; a loss with several denominators needs several passes
+    inputs: Sequence[Tensor] | None = None  # the only parameters that receive gradients (None: all)
     retain_graph: bool = False  # whether another pass over the same graphs follows
 
 
 class Work(NamedTuple):
-    """A micro-batch for a strategy that runs the user's closure itself."""
+    """A micro-batch for a ClosureStrategy."""
 
-    model: Any  # what the closure is called with: a model, or a tuple, list or dict of models
+    model: Any  # the closure's first argument: a model, or a tuple, list or dict of models
+
     pieces: Sequence[Piece]
     compute: Callable[[Any, Piece, torch.device], list[Term]]  # runs the closure on a device
-    # (terms of each piece) -> for each backward pass its weights, and whether the graph must be kept. Called once,
-    # between the forwards and the backwards. It may communicate; its iterator must be exhausted.
+    # Takes the terms of each piece, and yields for each backward pass (its weights, whether to keep the graph). Call it
+    # once, between the forwards and the backwards, and exhaust the iterator. It may communicate.
     passes: Callable[[list[list[Term]]], Iterator[tuple[Weights, bool]]]
     autocast: Callable[[], AbstractContextManager[Any]]  # the run's precision, for code outside of the closure
-    final: bool  # whether this is the last micro-batch, whose backward completes the reduction
-    call: int  # number of the backward call in this micro-batch
-    inputs: Sequence[Tensor] | None  # the only parameters to change (None: all)
-    total: int  # examples in the whole global batch
+    final: bool  # whether this is the last micro-batch; its backward completes the reduction
+    call: int  # the number of the backward call in this micro-batch
+    inputs: Sequence[Tensor] | None  # the only parameters that receive gradients (None: all)
+    total: int  # the number of examples in the global batch
 
 
 class Strategy(ABC):
-    """What both kinds share. The arguments of a constructor are the world, the device, and options."""
+    """The interface of both kinds. A constructor takes the world, the device, and options."""
 
     mesh: Mesh
-    plan: BatchPlan  # `setup` may replace it by another one
+    plan: BatchPlan  # `setup` may replace it
     store: GradientStore
-    device: torch.device  # where the user's own models are
-    models: Sequence[nn.Module] = ()  # as `setup` was given them
+    device: torch.device  # of the user's models
+    models: Sequence[nn.Module] = ()  # as passed to `setup`
     optimizers: Sequence[torch.optim.Optimizer] = ()
 
     @abstractmethod
     def __init__(self, world: World, device: torch.device) -> None:
-        """Options are further keyword arguments. Raises SettingError for a world that the strategy cannot work in."""
+        """Options are further keyword arguments. Raises SettingError if the strategy cannot work in this world."""
 
     @abstractmethod
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Prepares models and optimizers, the same on every replica. Called again, with all, when some are added."""
+        """Prepare models and optimizers, the same on every replica.
+
+        When the script prepares more of them, this is called again with all models and optimizers.
+        """
 
     def finish(self) -> None:
-        """Called before the updates of a complete global batch. Gradients are final when it returns."""
+        """Make gradients final. Called once per global batch, before its updates."""
         return None
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """One update."""
+        """Make one update."""
         optimizer.step()
 
     def step_by_closure(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> bool:
-        """One update of an optimizer that evaluates loss and gradient itself, several times. Where that would not be
-        exact, does nothing and returns False."""
+        """Make one update of an optimizer that calls the closure several times, and return True.
+
+        If the update would not be exact, do nothing and return False.
+        """
         return False
 
     def explain(self, error: Exception) -> Exception | None:
-        """A better error to raise in place of one of the user's forward, a backward or an update; None: there is
-        none."""
+        """Replace an error of a forward, a backward or an update by a better error. None: keep the error."""
         return None
 
     def carrier(self) -> str:
-        """What carries gradients between processes, for the line at the start of a run; "": torch.distributed does."""
+        """The transport of gradients between processes, for the run's first line of output; "": torch.distributed."""
         return ""
 
     def completed(self, optimizer: torch.optim.Optimizer, updated: bool) -> int:
-        """The number of steps, as large as a global batch, that all processes together have made since the last call.
-        updated: whether `step` was called since."""
+        """The number of steps, of one global batch each, that all processes together made since the last call.
+
+        updated: whether `step` was called since the last call.
+        """
         return int(updated)
 
     def check_call(self, call: str) -> None:
-        """Raises UsageError where not all processes can take part in a call now. call: as the script writes it."""
+        """Raises UsageError if some process cannot take part in this collective call now.
+
+        call: the call as the script writes it.
+        """
         return None
 
     def synchronize(self) -> None:
-        """Makes the models of independent replicas equal, before an evaluation or a checkpoint. Collective."""
+        """Make the models of independent replicas equal, before an evaluation or a checkpoint. Collective."""
         return None
 
-    def make_whole(self) -> None:
-        """Brings to this process the weights that others hold for it (a pipeline's stages), until the next step. What
-        is sharded stays so. Collective."""
+    def gather_weights(self) -> None:
+        """Fetch the weights of this replica's other processes (a pipeline's other stages). Collective.
+
+        The weights stay until the next step. Sharded weights stay sharded.
+        """
         return None
 
     def holds(self, parameter: Tensor) -> bool:
@@ -151,65 +164,74 @@ class Strategy(ABC):
         return True
 
     def synchronized(self) -> bool:
-        """Whether the models of all replicas are equal now. Communicates nothing."""
+        """Whether the models of all replicas are equal now. Does not communicate."""
         return True
 
-    def steps_to_meeting(self) -> int:
-        """After how many more steps all processes have next waited for each other; 1 where each step does."""
+    def steps_to_synchronization(self) -> int:
+        """The number of steps until all processes next wait for each other; 1 if they do so in each step."""
         return 1
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """{"models": [name -> whole tensor], "optimizers": [named state]}, in the order of `setup`. Further keys are
-        the strategy's own; others ignore them. Collective. Ranks other than 0 may get tensors without memory (on
-        "meta")."""
+        """{"models": [name -> whole tensor], "optimizers": [named state]}, in the order of `setup`.
 
-    def own_state(self) -> dict[str, Any] | None:
-        """What `state_dict` returns, where this process holds all of it; None where it holds a part. Tensors are the
-        live ones. Communicates nothing."""
+        A strategy may add keys; other strategies ignore them. Collective. On ranks other than 0 the tensors may have no
+        data (on "meta").
+        """
+
+    def local_state(self) -> dict[str, Any] | None:
+        """The result of `state_dict` if this process holds the whole state; None if it holds only a part.
+
+        Tensors are not copied. Does not communicate.
+        """
         return None
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads what `state_dict` of any strategy returned, the same on every process. Collective."""
+        """Load a `state_dict` of any strategy, the same on every process. Collective."""
 
     def close(self) -> None:
-        """Releases threads, hooks and buffers."""
+        """Release threads, hooks and buffers."""
         return None
 
 
 class LoopStrategy(Strategy):
-    """A strategy that is given losses: the step runs the user's closure, or the user runs a loop."""
+    """A strategy that receives losses. The user's loop computes them, or the step runs the user's closure."""
 
     @abstractmethod
     def backward(self, work: Backward) -> None:
-        """Adds the gradients of weight x loss. They are summed over all shards when `work.final`; always, where the
-        store has `reduces_each`."""
+        """Add the gradients of weight x loss.
+
+        If `work.final`, also sum them over all shards. If the store has `reduces_each`, do so at every call.
+        """
 
 
 class ClosureStrategy(Strategy):
-    """A strategy that runs the user's closure itself. Its plan is bundled; the loop form is refused."""
+    """A strategy that runs the user's closure itself. Its loaders yield all shards at once (a Bundle).
+
+    The loop form is refused.
+    """
 
     @abstractmethod
     def forward_backward(self, work: Work) -> list[list[Term]]:
-        """Runs the closure and its backward on every piece. Returns the detached terms of each piece."""
+        """Run the closure and its backward on every piece. Returns the detached terms of each piece."""
 
 
 torch_backward = torch.autograd.backward
-"""As it is before a run watches direct calls of it (step/guards.py)."""
+"""torch's own function. While a run is open, step/guards.py replaces torch.autograd.backward to watch direct calls."""
 
 _gradients: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
 
 
 def as_gradient(weight: Weight, loss: Tensor) -> Tensor:
-    """The weight as the gradient that `backward` starts from: a tensor of the loss's shape, dtype and device."""
+    """The weight as the starting gradient of `backward`: a tensor of the loss's shape, dtype and device."""
     if isinstance(weight, Tensor):
         return weight.to(device=loss.device, dtype=loss.dtype).reshape(loss.shape)
     if loss.dim():
         return torch.full_like(loss, weight, requires_grad=False)
     key = (weight, loss.dtype, loss.device)
     gradient = _gradients.get(key)
-    if gradient is None:  # the weights of a run are few: making such a tensor costs a tenth of a small backward
+    if gradient is None:  # cached: a run has few weights, and making such a tensor costs a tenth of a small backward
         if len(_gradients) >= 64:
             _gradients.clear()
         gradient = _gradients[key] = torch.full((), weight, dtype=loss.dtype, device=loss.device)
@@ -217,5 +239,5 @@ def as_gradient(weight: Weight, loss: Tensor) -> Tensor:
 
 
 def backward_here(work: Backward) -> None:
-    """torch's backward, in this process: adds the gradients to `.grad`."""
+    """Run torch's backward in this process. It adds the gradients to `.grad`."""
     torch_backward(work.losses, work.gradients, inputs=work.inputs, retain_graph=work.retain_graph)

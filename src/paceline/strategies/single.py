@@ -1,9 +1,11 @@
-"""single: one process, one device. Read this one first: every other strategy is this, and what it adds.
+"""single: one process, one device. Read this first: every other strategy extends it.
 
-Phase 1, forward and backward: the loss's gradient, times its weight, is added to `.grad` by autograd itself.
-Phase 2, step: the optimizer's own. With shards=N the loader cuts a global batch as for N processes.
+Phase 1, forward and backward: autograd adds the gradient of the weighted loss to `.grad`.
+Phase 2, step: the optimizer updates the weights.
 
-Between replicas nothing travels: there is one. Memory: parameters, gradients and optimizer state once each.
+With shards=N the loader splits each global batch into N shards, as it does for N processes.
+
+Communication: none, since there is one replica. Memory: parameters, gradients and optimizer state once each.
 Follows plain PyTorch: a training loop with `loss.backward()` and `optimizer.step()`.
 """
 
@@ -25,18 +27,18 @@ from paceline.world import World
 
 
 def check(size: int | None, *, shards: int) -> None:
-    """Raises SettingError for several processes, or no shard."""
+    """Raises SettingError if the run has several processes, or if `shards` is below 1."""
     if size not in (1, None):
         raise SettingError(
             f"strategy='single' is for one process, but this run has {size}: they would train {size} separate models. "
             "Use strategy='ddp', or start one process."
         )
     if shards < 1:
-        raise SettingError(f"strategy single: shards={shards}: a whole number of at least 1 is needed.")
+        raise SettingError(f"strategy single: shards={shards}: use a whole number of at least 1.")
 
 
 class Single(LoopStrategy):
-    """One process on one device. shards: into how many the global batch is cut."""
+    """One process on one device. shards: number of shards per global batch."""
 
     def __init__(self, world: World, device: torch.device, *, shards: int = 1) -> None:
         check(world.size, shards=shards)

@@ -1,8 +1,8 @@
-"""`paceline submit`: hand a run over to a scheduler, which starts it where and when there is room.
+"""`paceline submit`: submit a run to a scheduler, which starts it when nodes are free.
 
-batch_job.py        what is to be run, and what every scheduler must be able to do (pure)
-slurm.py            Slurm: the script for sbatch, and what sbatch says
-submit_command.py   checks, then prints the script or submits it
+batch_job.py        the description of a job, and the interface of a scheduler (pure)
+slurm.py            Slurm: the script for sbatch, and remedies for sbatch's errors
+submit_command.py   checks the job, then prints the script or submits it
 
-Another scheduler is another module like slurm.py, and a flag beside --slurm in cli.py.
+To add a scheduler, write a module like slurm.py, and add a flag beside --slurm in cli.py.
 """

@@ -1,4 +1,4 @@
-"""A run that is to be handed over to a scheduler, and what a scheduler must be able to do."""
+"""The description of a batch job, and the interface of a scheduler."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import NamedTuple, Protocol
 
 @dataclass(frozen=True)
 class BatchJob:
-    """One run, in words that every scheduler has.
+    """One run, described independently of the scheduler.
 
     Attributes:
-        name: by which the scheduler lists it.
-        command: what starts on each node, up to the place to meet: python -m paceline run ... The first word is the
+        name: the job's name in the scheduler.
+        command: the `paceline run` command for each node, without rendezvous options. Its first word is the Python
             interpreter.
-        script: the script with its arguments, or `-m` and a module's.
-        nodes: how many machines.
-        nproc: processes on each of them.
-        gpus: to reserve on each; 0: none.
-        time: the limit on its running time, as the scheduler writes it; None: the scheduler's own.
-        partition: the queue; None: the default one.
-        account: who pays; None: the default one.
-        notice: put the job back into the queue when it must make room, after the scheduler's signal so many seconds
-            before; None: do not.
-        endpoint: HOST:PORT where the nodes meet; None: at the first node of the job.
-        more: options of the scheduler's own, as KEY=VALUE or KEY.
+        script: the script with its arguments, or `-m` and a module with its arguments.
+        nodes: the number of machines.
+        nproc: processes per machine.
+        gpus: GPUs to reserve per machine; 0: none.
+        time: limit on the running time, in the scheduler's format; None: the scheduler's default.
+        partition: the queue; None: the default.
+        account: the account to charge; None: the default.
+        notice: requeue the job when it is preempted. The scheduler sends a signal this many seconds before. None: do
+            not requeue.
+        endpoint: HOST:PORT of the rendezvous; None: a port on the first node of the job.
+        more: further options of the scheduler, as KEY=VALUE or KEY.
     """
 
     name: str
@@ -43,20 +43,20 @@ class BatchJob:
 
 
 class Submitted(NamedTuple):
-    """A job that a scheduler has taken."""
+    """A job that a scheduler has accepted."""
 
-    number: str  # its id
-    output: str  # the file of what it prints
-    watch: str  # the command that shows how it stands
-    cancel: str  # the command that ends it
-    never: str | None  # why it will not start although it was taken; None: it will
+    number: str  # the job's id
+    output: str  # the file with the job's output
+    watch: str  # the command that shows the job's state
+    cancel: str  # the command that cancels the job
+    never: str | None  # the reason why the job will never start; None if no such reason is known
 
 
 class Scheduler(Protocol):
-    """Makes a batch script of a job, and hands it over."""
+    """Writes and submits the batch script of a job."""
 
     def script(self, job: BatchJob) -> str:
-        """The script. Raises SettingError where the job cannot be said to this scheduler."""
+        """Write the batch script. Raises SettingError if this scheduler cannot express the job."""
 
     def submit(self, job: BatchJob) -> Submitted:
-        """Raises LaunchError where the scheduler is not there, or refuses the job."""
+        """Submit the job. Raises LaunchError if the scheduler is not available, or refuses the job."""

@@ -1,4 +1,4 @@
-"""`paceline submit`: check what can be checked here, then print the batch script, or hand the job over."""
+"""`paceline submit`: check the job, then print the batch script or submit it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from paceline.submit.batch_job import BatchJob, Scheduler
 
 @dataclass(frozen=True)
 class SubmitOptions:
-    """What the command line said.
+    """The options of the command line.
 
     Attributes:
-        script, args, module: as of `paceline run`.
-        settings: of the run, by name, to be checked.
-        launch: other options of `paceline run` that can be checked here: max_restarts, tee.
-        run: all options that `paceline run` is to be given, as typed.
-        nodes, gpus, time, partition, account, endpoint, more: as of BatchJob.
-        nproc: processes on each node; None: one for each GPU, or one.
-        name: of the job; None: that of the script.
-        requeue: put the job back into the queue when it must make room.
-        notice: seconds before that, at which the scheduler sends its signal.
-        dry_run: print the script, and submit nothing.
+        script, args, module: as for `paceline run`.
+        settings: the settings of the run, to be checked.
+        launch: other options of `paceline run` that are checked here: max_restarts, tee.
+        run: all options for `paceline run`, as typed.
+        nodes, gpus, time, partition, account, endpoint, more: as in BatchJob.
+        nproc: processes per node; None: one per reserved GPU, or one without GPUs.
+        name: the job's name; None: the script's name.
+        requeue: requeue the job when it is preempted.
+        notice: seconds between the scheduler's signal and the preemption.
+        dry_run: print the script and submit nothing.
     """
 
     script: str
@@ -56,10 +56,10 @@ def submit(
     options: SubmitOptions,
     check_strategy: Callable[[StrategySpec | None, int | None, int | None], int],
 ) -> str:
-    """What to print: the script, or where the job is and how to watch it.
+    """Submit the job. Return the text to print: the script, or the job's number and how to watch it.
 
     Raises:
-        SettingError, LaunchError: what cannot be run, or cannot be handed over.
+        SettingError, LaunchError: the job cannot be run or submitted.
     """
     for name, value in (("nodes", options.nodes), ("nproc", options.nproc), ("signal", options.notice)):
         if value is not None and value < 1:
@@ -69,12 +69,12 @@ def submit(
     nproc = options.nproc or options.gpus or 1
     if 0 < options.gpus < nproc and options.settings.get("device") is None:
         raise LaunchError(
-            f"--nproc {nproc} --gpus-per-node {options.gpus}: each process needs a GPU of its own. Give the same "
-            "number twice, or say with --device what the processes use."
+            f"--nproc {nproc} --gpus-per-node {options.gpus}: each process needs its own GPU. Give the same number for "
+            "both, or choose the processes' device with --device."
         )
     place = {"rdzv_endpoint": options.endpoint or "the-first-node"} if options.nodes > 1 else {}
     kind = "module" if options.module else "script"
-    # The job makes its secret itself, and none is needed here.
+    # The batch script creates the secret, so none is needed here.
     nodes = read_nodes(nnodes=str(options.nodes), rdzv_insecure=True, **place)  # type: ignore[arg-type]  # strings
     rest = {"kind": kind, "nodes": nodes, **options.launch}
     make_plan(options.script, options.args, nproc, options.settings, check_strategy, **rest)
@@ -97,10 +97,10 @@ def submit(
         return scheduler.script(job)
     done = scheduler.submit(job)
     machines = f"{job.nodes} nodes, " if job.nodes > 1 else ""
-    never = f"It will not start as it is ({done.never}): what it asks for is not there. End it, and submit another.\n"
+    never = f"The job will never start ({done.never}): the cluster cannot run it. Cancel it, and submit another.\n"
     return (
-        f"job {done.number} is submitted: {machines}{job.nodes * nproc} process{'es' * (job.nodes * nproc > 1)}\n"
+        f"submitted job {done.number}: {machines}{job.nodes * nproc} process{'es' * (job.nodes * nproc > 1)}\n"
         f"output:    {done.output}\n"
-        f"its state: {done.watch}\n"
-        f"to end it: {done.cancel}\n"
+        f"state:     {done.watch}\n"
+        f"cancel:    {done.cancel}\n"
     ) + (never if done.never else "")

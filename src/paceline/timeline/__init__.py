@@ -1,7 +1,7 @@
-"""`trace`: what each rank did when, as one file for Perfetto, and which rank kept the others waiting. No torch.
+"""`trace`: a timeline of all ranks in one file for Perfetto, and a report of slow ranks. Only worker/ imports torch.
 
-span_file.py      the spans of one rank, in a file that its process has mapped
-chrome_trace.py   the files of all ranks joined into one, in the Trace Event Format
-stragglers.py     which rank was slower than the others, and in which phase (pure)
-worker/           in the processes of a run: what records the spans
+span_file.py      the spans of one rank, in a memory-mapped file
+chrome_trace.py   joins the files of all ranks into one, in the Trace Event Format
+stragglers.py     finds ranks that are slower than the others, and the phase in which they are slower (pure)
+worker/           records the spans, in the processes of a run
 """

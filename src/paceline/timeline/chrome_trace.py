@@ -1,14 +1,14 @@
-"""All ranks' spans as one file in the Trace Event Format, which https://ui.perfetto.dev and chrome://tracing open.
+"""Join all ranks' spans into one file in the Trace Event Format, for https://ui.perfetto.dev and chrome://tracing.
 
-While the run is open each rank writes a file of its own (span_file.py) into the folder FILE.parts. Whoever comes last
-joins them: rank 0 when it closes the run; or, where rank 0 did not come to that, the launcher of its machine. Where
-machines share no folder each has the ranks that it sees, joined by the first of them.
+While the run is open, each rank writes a file (span_file.py) into the folder FILE.parts. Rank 0 joins these files when
+it closes the run. If rank 0 does not, the launcher of its machine joins the files. If machines share no folder, there
+is one trace per machine, and the lowest rank of the machine joins its files.
 
-Clocks: the ranks of one machine read the same monotonic clock, so that their spans lie exactly beside each other. Those
-of another machine are placed by the two machines' wall clocks when the run began: as far apart as these clocks are.
+Clocks: the ranks of one machine read the same monotonic clock, so their spans are exactly aligned. The spans of
+different machines are aligned by the machines' wall clocks at the start of the run, with the error of these clocks.
 
-The format: "Trace Event Format", Google 2016. Its events X are complete spans, with ts and dur in microseconds, and M
-names a process.
+The format: "Trace Event Format", Google 2016. X events are complete spans, with ts and dur in microseconds; M events
+name a process.
 """
 
 from __future__ import annotations
@@ -27,23 +27,26 @@ from paceline.timeline.span_file import Phase, RankSpans, Span, read
 from paceline.timeline.stragglers import Ranks, StepKey, report
 
 _IN_A_STEP = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.FORWARD_AND_BACKWARD, Phase.UPDATE)
-_ROW = 1  # the one row of each rank; Perfetto keeps 0 for the idle thread of a machine
-_REMEDY = "Give a file in a directory that it may write to, such as trace='trace.json' (--trace trace.json)."
+_ROW = 1  # the only row of each rank; Perfetto reserves 0 for the idle thread of a machine
+_REMEDY = "Give a file in a directory that the run may write to, such as trace='trace.json' (--trace trace.json)."
 
 
 def parts_of(file: str | Path) -> Path:
-    """The folder in which the ranks of a run that is traced to `file` write."""
+    """The folder for the ranks' files of a run with trace=`file`."""
     return Path(f"{file}.parts")
 
 
 def cannot_trace(file: str | None, rank: int, clear: bool) -> str | None:
-    """Why this rank could not write there, as the text of an error; None where it can. clear: what an earlier run has
-    left in the folder of parts is removed; no rank may write there before all have called this."""
+    """Return the message of an error if this rank cannot write the trace `file`; None if it can.
+
+    clear: remove the files that an earlier run left in the folder of parts. No rank may write into this folder before
+    all ranks have called this function.
+    """
     if file is None:
         return None
     path = Path(file)
     if not file or (path.exists() and not path.is_file()):
-        return f"trace={file!r}: that is no file that a trace could replace. {_REMEDY}"
+        return f"trace={file!r} is not the path of a regular file. {_REMEDY}"
     try:
         if not path.parent.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,17 +60,17 @@ def cannot_trace(file: str | None, rank: int, clear: bool) -> str | None:
 
 
 def cannot_write(file: str, rank: int, error: OSError) -> str:
-    return f"trace={file!r}: rank {rank} cannot write there: {error.strerror or error}. {_REMEDY}"
+    return f"trace={file!r}: rank {rank} cannot write this file: {error.strerror or error}. {_REMEDY}"
 
 
 def part_of(file: str | Path, rank: int, pid: int) -> Path:
-    """Where this process writes. With its id: a process that has taken the place of one that was killed leaves the
-    file of that one alone."""
+    """The file for the spans of this process. Its name contains the process id, so that a restarted rank does not
+    overwrite the file of the killed process."""
     return parts_of(file) / f"rank-{rank}-{pid}.spans"
 
 
 def part_files(file: str | Path) -> list[Path]:
-    """The ranks' files, in the order of their numbers."""
+    """The ranks' files, in order of rank."""
     return sorted(parts_of(file).glob("rank-*-*.spans"), key=_rank)
 
 
@@ -76,21 +79,24 @@ def _rank(part: Path) -> int:
 
 
 def first_rank(file: str | Path) -> int | None:
-    """The lowest number among the ranks that have left something; None: there is nothing to join."""
+    """The lowest rank with a file; None if there is nothing to join."""
     return next(map(_rank, part_files(file)), None)
 
 
 def join_and_say(file: str, say: Callable[[str], None]) -> None:
-    """Writes `file`, hands lines about it for the user to `say`, and removes the parts; where it cannot be written the
-    parts stay. They go last: of a rank that is killed before it has said its lines, the launcher takes the place, and
-    goes by the parts."""
+    """Join the parts into `file`, report to the user with `say`, and remove the parts. If `file` cannot be written, the
+    parts stay.
+
+    The parts are removed last: if a rank is killed before it has printed its lines, the launcher takes over, because
+    the parts still exist.
+    """
     with contextlib.suppress(BrokenPipeError):
         try:
             lines = _write(file)
         except OSError as error:
             say(
-                f"paceline: trace={file!r} could not be written at the end of the run: {error.strerror or error}. What "
-                f"the ranks have recorded is in {parts_of(file)}."
+                f"paceline: cannot write trace={file!r} at the end of the run: {error.strerror or error}. The ranks' "
+                f"records are in {parts_of(file)}."
             )
             return
         try:
@@ -102,8 +108,8 @@ def join_and_say(file: str, say: Callable[[str], None]) -> None:
 
 
 def join_left(file: str, ranks: Iterable[int], say: Callable[[str], None]) -> None:
-    """For a launcher, when its ranks have ended: `join_and_say`, unless that was done, or is for another machine's
-    ranks."""
+    """Join the parts in a launcher after its ranks have ended, if no rank has joined them. Does nothing if the lowest
+    rank is on another machine, which then joins them."""
     if first_rank(file) in set(ranks):
         join_and_say(file, say)
 
@@ -128,7 +134,7 @@ def _write(file: str | Path) -> list[str]:
 
 
 def _remove_parts(file: str | Path) -> None:
-    # Away at once: of a folder that is being emptied, another rank would join what is left.
+    # Move the folder away first: while it is being emptied, another rank might join the remaining files.
     done = Path(tempfile.mkdtemp(prefix=parts_of(file).name, dir=Path(file).parent)) / "done"
     try:
         os.rename(parts_of(file), done)
@@ -140,7 +146,7 @@ def _remove_parts(file: str | Path) -> None:
 
 
 def events(parts: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
-    """The events of these ranks. Their times count from the first span of all."""
+    """Yield the trace events of these ranks. Time 0 is the start of the earliest span."""
     offsets = _offsets(parts)
     first = min(part.spans[0].start + offset for part, offset in zip(parts, offsets, strict=True))
     shortest = _shortest_exchanges(parts)
@@ -166,7 +172,7 @@ def events(parts: Sequence[RankSpans]) -> Iterator[dict[str, Any]]:
 
 
 def _offsets(parts: Sequence[RankSpans]) -> list[int]:
-    """For each part, nanoseconds from its machine's monotonic clock to a time that all share: one for each machine."""
+    """For each part: nanoseconds from the machine's monotonic clock to its wall clock. Equal for parts of a machine."""
     machines: dict[str, int] = {}
     for part in parts:
         machines.setdefault(part.about["machine"], int(part.about["wall_ns"]) - int(part.about["monotonic_ns"]))
@@ -176,7 +182,7 @@ def _offsets(parts: Sequence[RankSpans]) -> list[int]:
 def _named_spans(
     spans: Sequence[Span], shortest: Mapping[tuple[StepKey, int], int]
 ) -> Iterator[tuple[str, int, int, dict[str, int]]]:
-    """(name, start, end, args): each step, and in it its phases. A step reaches from its first span to its last."""
+    """Yield (name, start, end, args) of each step, from its first span to its last, and of each span."""
     extents: dict[StepKey, tuple[int, int]] = {}
     for span in spans:
         if span.within in _IN_A_STEP:
@@ -199,9 +205,11 @@ def _named_spans(
 
 
 def _shortest_exchanges(parts: Sequence[RankSpans]) -> dict[tuple[StepKey, int], int]:
-    """(step, number of the exchange in it) -> nanoseconds of the rank that was in it for the shortest time. That one
-    came last and waited for nobody: what others took longer they have waited. Only where all ranks make the same
-    exchanges, and as many in this step."""
+    """(step, number of the exchange in the step) -> the shortest time that a rank spent in this exchange, in ns.
+
+    The rank with the shortest time came last and did not wait. The extra time on other ranks is waiting. Empty unless
+    all ranks make the same exchanges. Steps in which ranks made different numbers of exchanges are left out.
+    """
     if len(parts) < 2 or not all(part.about.get("alike") and part.about.get("in_step") for part in parts):
         return {}
     each: list[dict[StepKey, list[int]]] = []

@@ -1,10 +1,10 @@
-"""The spans of one rank, in a file that its process has mapped.
+"""The spans of one rank, in a memory-mapped file.
 
-A span is one write of 28 bytes into memory. The kernel keeps what was written, whatever ends the process, so that the
-spans of a rank that was killed are there too. The file has one size: the newest spans overwrite the oldest.
+To record a span, the process writes 28 bytes to memory. The kernel keeps this memory even if the process is killed, so
+the file of a killed rank is complete. The file has a fixed size: when it is full, new spans overwrite the oldest.
 
-Layout, little-endian: the magic number, how many spans were written, 1 if the rank has ended its run, the length of the
-description, the description as JSON, and from _FIRST on a ring of SPANS spans.
+Layout, little-endian: the magic number, the number of spans written, a byte that is 1 once the rank has closed its run,
+the length of the description, the description as JSON, and at offset _FIRST a ring buffer of SPANS spans.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 SPANS = 2**15
-"""Of a rank that are kept, the newest: some 5,000 steps of six spans."""
+"""The number of spans that a rank keeps: about 5,000 steps of six spans."""
 
 _MAGIC = b"PLSPANS1"
 _HEAD = struct.Struct("<8sQBH")
@@ -29,51 +29,51 @@ _SPAN = struct.Struct("<BBHiiqq")
 
 
 class Phase(IntEnum):
-    """What a rank does at a moment."""
+    """The phases of a rank. At each moment a rank is in one of them."""
 
-    BETWEEN = 0  # none of the others: lines of the script that stand neither before a backward nor in a step
+    BETWEEN = 0  # outside all other phases, such as between a backward and run.step
     DATA = 1  # waits for the loader
     FORWARD = 2  # from the batch to the backward
     BACKWARD = 3
-    FORWARD_AND_BACKWARD = 4  # where the strategy runs the closure, and mixes the two
+    FORWARD_AND_BACKWARD = 4  # both, if the strategy runs the closure and interleaves them
     COMMUNICATION = 5  # waits in an exchange with other ranks
     UPDATE = 6  # run.step
-    CHECKPOINT = 7  # writes one
+    CHECKPOINT = 7  # writes a checkpoint
     EVALUATION = 8  # a pass over an evaluation loader
 
     @property
     def label(self) -> str:
-        """As it stands in the trace and in the report."""
+        """The phase's name in the trace and in the report."""
         return self.name.lower().replace("_", " ")
 
 
 class Span(NamedTuple):
-    """A time in which a rank was in one phase. Spans of a rank do not overlap."""
+    """An interval that a rank spent in one phase. The spans of a rank do not overlap."""
 
     phase: Phase
-    within: Phase  # the phase that a communication has interrupted; else `phase`
-    micro_batch: int  # of the step
-    epoch: int  # of the step; -1 before the first
-    step: int  # of its epoch
+    within: Phase  # for COMMUNICATION: the phase that it interrupts; otherwise `phase`
+    micro_batch: int  # the number of the micro-batch in the step
+    epoch: int  # the step's epoch; -1 before the first step
+    step: int  # the step's number in its epoch
     start: int  # nanoseconds, by the monotonic clock of the rank's machine
-    end: int  # likewise
+    end: int  # nanoseconds, by the same clock
 
 
 class RankSpans(NamedTuple):
-    """What one process has left."""
+    """The spans of one process."""
 
-    about: dict[str, Any]  # see Tracer
-    ended: bool  # whether the process has ended its run, and not died
-    spans: list[Span]  # in the order of time
+    about: dict[str, Any]  # the description of the process (see Tracer)
+    ended: bool  # whether the process has closed its run
+    spans: list[Span]  # in order of time
 
 
 class SpanWriter:
-    """The file of this process, in a folder that is made if need be. Raises OSError where it cannot be made."""
+    """Writes the spans of this process. Creates the folder if necessary. Raises OSError if the file cannot be made."""
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
         path.parent.mkdir(exist_ok=True)
         with open(path, "w+b") as file:
-            # All of it is written now: where the disk is full that is an error here, and not SIGBUS in a step.
+            # Write the whole file now: a full disk is then an error here, not a SIGBUS in a step.
             file.write(bytes(_FIRST + SPANS * _SPAN.size))
             file.flush()
             self._map = mmap.mmap(file.fileno(), 0)
@@ -82,14 +82,14 @@ class SpanWriter:
         self.describe(about)
 
     def describe(self, about: Mapping[str, Any]) -> None:
-        """Replaces the description."""
+        """Replace the description."""
         text = json.dumps(about).encode()
         assert _HEAD.size + len(text) <= _FIRST
         self._map[_HEAD.size : _HEAD.size + len(text)] = text
         struct.pack_into("<H", self._map, _LENGTH_AT, len(text))
 
     def write(self, phase: int, within: int, micro_batch: int, epoch: int, step: int, start: int, end: int) -> None:
-        """Adds a span. See Span."""
+        """Add a span with these fields (see Span)."""
         at = _FIRST + self._count % SPANS * _SPAN.size
         _SPAN.pack_into(self._map, at, phase, within, micro_batch & 0xFFFF, epoch, step, start, end)
         self._count += 1
@@ -97,12 +97,12 @@ class SpanWriter:
 
     def close(self) -> None:
         self._map[_ENDED_AT] = 1
-        self._map.flush()  # for a machine that looks at it over the network
+        self._map.flush()  # another machine may read the file over the network
         self._map.close()
 
 
 def read(path: Path) -> RankSpans | None:
-    """What stands in such a file, also while its process writes; None if it is none, or not described yet."""
+    """Read the spans of a process, even while it writes. None if the file is missing, invalid or not described yet."""
     try:
         memory = path.read_bytes()
     except OSError:
@@ -120,7 +120,7 @@ def read(path: Path) -> RankSpans | None:
         spans.append(Span(Phase(phase), Phase(within), *rest))
     latest = 0
     whole = []
-    for span in spans:  # one that the process was about to overwrite does not fit in between
+    for span in spans:  # leave out a span that the process is overwriting: its times are out of order
         if latest <= span.start <= span.end:
             whole.append(span)
             latest = span.end
@@ -128,7 +128,7 @@ def read(path: Path) -> RankSpans | None:
 
 
 def has_ended(path: Path) -> bool:
-    """Whether the process of such a file has ended its run. A file that is gone, or cut short, counts as ended."""
+    """Whether the process that writes this file has closed its run. True if the file is missing or truncated."""
     try:
         with open(path, "rb") as file:
             head = file.read(_HEAD.size)

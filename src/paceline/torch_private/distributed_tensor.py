@@ -13,16 +13,16 @@ from torch.distributed.tensor import DTensor, placement_types
 
 from paceline.torch_private.support import needed_for, require
 
-with needed_for("tensors that are cut over devices"):
+with needed_for("sharded tensors (DTensor)"):
     from torch.distributed.tensor import _random
 
-    _random._rng_tracker  # noqa: B018  # is it there? It is read and replaced below
+    _random._rng_tracker  # noqa: B018  # must exist: it is read and replaced below
 
     StridedShard = placement_types._StridedShard
-    """q, k and v in one layer: the weight is cut by thirds, and each third by devices."""
+    """The placement for q, k and v in one layer: the weight is split into thirds, and each third is sharded."""
     _propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    # operator -> how torch cuts it: as a function of all arguments; or, since 2.15 for attention, for each dimension
-    # of the mesh by itself. Entries are replaced for as long as a run is open.
+    # operator -> torch's sharding rule. The first table's rules take all arguments. Since torch 2.15 attention is in
+    # the second table: its rules apply to one dimension of the mesh. Entries are replaced while a run is open.
     _RULES: dict[Any, Any] = _propagator.op_strategy_funcs
     _RULES_BY_DIMENSION: dict[Any, Any] = getattr(_propagator, "op_single_dim_strategy_funcs", {})
     ATTENTION = tuple(
@@ -33,28 +33,30 @@ with needed_for("tensors that are cut over devices"):
             "_scaled_dot_product_cudnn_attention",
         )
     )
-    """Fused kernels that draw for themselves, alike on each device."""
+    """Fused attention kernels. They draw random numbers internally, the same on each device."""
 
-require("tensors that are cut over devices", DTensor, "_local_tensor")
-require("tensors that are cut over devices", placement_types.Shard, "_split_tensor")
-require("tensors that are cut over devices", StridedShard, "_split_tensor")
+require("sharded tensors (DTensor)", DTensor, "_local_tensor")
+require("sharded tensors (DTensor)", placement_types.Shard, "_split_tensor")
+require("sharded tensors (DTensor)", StridedShard, "_split_tensor")
 
 
 def part_of(whole: Tensor, placement: Any, size: int, place: int) -> Tensor:
-    """What the device at `place` of `size` has of a tensor that is cut by this placement: a view where that can be."""
+    """The shard of `whole` that this placement puts on device `place` of `size` devices. A view if possible."""
     parts: Sequence[Tensor] = placement._split_tensor(whole, size, with_padding=False, contiguous=False)[0]
     return parts[place]
 
 
 def set_local(tensor: Any, local: Tensor) -> None:
-    """Another tensor in place of what a DTensor has in this process."""
+    """Replace the local tensor of a DTensor."""
     tensor._local_tensor = local
 
 
 @contextmanager
 def checking(operators: Sequence[Any], check: Callable[[Any, Sequence[Any]], None]) -> Iterator[None]:
-    """check(operator, arguments) is called before torch decides how to cut what these operators are given. It may
-    raise. torch remembers its decision for the same shapes, and asks no more."""
+    """Within the context, call check(operator, arguments) before torch chooses a sharding for these operators.
+
+    `check` may raise. torch caches its choice by shapes, and does not call `check` for cached shapes.
+    """
 
     def whole(op: Any, rule: Any) -> Any:
         def checked(schema: Any) -> Any:
@@ -81,12 +83,12 @@ def checking(operators: Sequence[Any], check: Callable[[Any, Sequence[Any]], Non
 
 
 class Draws:
-    """What torch asks before it draws random numbers on a cut tensor: a base for one of our own."""
+    """Base class for replacements of torch's RNG tracker, which torch calls to draw a random DTensor."""
 
     distribute_region_enabled = True
 
     def around(self, spec: Any, generator: torch.Generator | None) -> AbstractContextManager[None]:
-        """What is drawn inside is a tensor of this mesh and these placements."""
+        """Return a context for one draw. spec: the mesh and the placements of the drawn tensor."""
         raise NotImplementedError
 
     def _distribute_region(self, spec: Any, generator: torch.Generator | None = None) -> AbstractContextManager[None]:
@@ -95,8 +97,10 @@ class Draws:
 
 @contextmanager
 def drawing_by(draws: Draws | None, mesh: Any) -> Iterator[None]:
-    """Random numbers on cut tensors by this, or, where it is None, by torch's own for GPUs, without rank 0's generator
-    for all shards, which torch's would take when it is made."""
+    """Within the context, draw random DTensors with `draws`, or (None) with torch's tracker for GPUs.
+
+    torch's tracker is made here without broadcasting rank 0's generator state to all ranks.
+    """
     earlier = _random._rng_tracker
     _random._rng_tracker = _random.OffsetBasedRNGTracker(mesh, run_state_sync=False) if draws is None else draws  # type: ignore[assignment]
     try:

@@ -1,7 +1,8 @@
-"""The state of torch's dynamic rendezvous, as JSON of known fields.
+"""The state of torch's dynamic rendezvous, as JSON with known fields.
 
-torch's agents share it as a pickle, and unpickle what others have written. `to_json` reads a pickle that this process
-has just made, and `from_json` makes one: what torch unpickles then, it has from this process alone.
+torch's agents share this state as a pickle. To unpickle data from other machines is unsafe. So machines exchange JSON:
+`to_json` reads a pickle that torch has just made in this process, and `from_json` makes a new pickle for torch. torch
+only unpickles data of this process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ with needed_for("the rendezvous of several machines"):
 _FIELDS = (
     "round", "complete", "deadline", "closed", "participants", "wait_list", "redundancy_list", "last_heartbeats",
 )  # fmt: skip
-"""All that a state consists of."""
+"""All fields of a state."""
 
 require("the rendezvous of several machines", _RendezvousState, *_FIELDS)
 
@@ -27,7 +28,7 @@ _MAX_NODES = 1 << 16
 
 
 def to_json(pickled: bytes) -> str:
-    """pickled: by torch, in this process."""
+    """The state as JSON. pickled: the pickle that torch has made in this process."""
     state = pickle.loads(pickled)
     return json.dumps(
         {
@@ -44,11 +45,11 @@ def to_json(pickled: bytes) -> str:
 
 
 def from_json(text: str) -> bytes:
-    """A pickle of the state, for torch. Raises ValueError where the text is no state."""
+    """A pickle of the state, for torch. Raises ValueError if the text is not a valid state."""
     try:
         found = json.loads(text)
         if not isinstance(found, dict) or set(found) != set(_FIELDS):
-            raise ValueError("it has other fields")
+            raise ValueError("its fields differ")
         state = _RendezvousState()
         state.round = _checked(found["round"], int)
         state.complete, state.closed = _checked(found["complete"], bool), _checked(found["closed"], bool)
@@ -58,7 +59,7 @@ def from_json(text: str) -> bytes:
         state.redundancy_list = {_node(*node) for node in _listed(found["redundancy_list"])}
         state.last_heartbeats = {_node(*node): _time(time) for *node, time in _listed(found["last_heartbeats"])}
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"the state of the rendezvous is none: {error}") from None
+        raise ValueError(f"invalid rendezvous state: {error}") from None
     return pickle.dumps(state)
 
 
@@ -80,11 +81,11 @@ def _time(text: Any) -> datetime:
 
 def _listed(value: Any) -> list[Any]:
     if not isinstance(value, list) or len(value) > _MAX_NODES:
-        raise ValueError("a field is no list of nodes")
+        raise ValueError("a field is not a list of nodes")
     return value
 
 
 def _checked(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise ValueError(f"{str(value)[:40]!r} is no {kind.__name__}")
+        raise ValueError(f"{str(value)[:40]!r} is not of type {kind.__name__}")
     return value

@@ -1,6 +1,6 @@
-"""The agent of torch.distributed.elastic, whose rendezvous and ranks the launcher's agent uses.
+"""The agent of torch.distributed.elastic, the base of the launcher's agent.
 
-torch means these methods to be overridden, and names them with an underscore.
+torch intends these methods to be overridden, although their names begin with an underscore.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ OVERRIDDEN = (
     "_exit_barrier",
     "_shutdown",
 )
-"""The methods that launcher/agent.py has of its own."""
+"""The methods that launcher/agent.py overrides."""
 USED = ("_remaining_restarts", "_store")
-"""The attributes that it reads and sets: how often it may start again; the store of the round at hand."""
+"""The attributes that launcher/agent.py uses: the number of remaining restarts; the store of the current round."""
 
 require("the launcher", SimpleElasticAgent, *OVERRIDDEN)
 

@@ -1,8 +1,9 @@
-"""The collective calls of this process that torch's flight recorder holds: which are under way, and which came last.
+"""Read this process's collective calls from torch's flight recorder: the pending and the last finished calls.
 
-On a GPU a call is queued, and the host goes on: where the host stands does not tell which call the GPU waits in. torch
-keeps the last 2,000 calls (TORCH_FR_BUFFER_SIZE) in two recorders, one of NCCL's calls and one of gloo's
-(torch/csrc/distributed/c10d/FlightRecorder.hpp). Imports no torch: where the script has loaded none, there is no call.
+On a GPU a call is queued and the host continues, so the host's current line does not show which call the GPU waits in.
+torch keeps the last 2,000 calls (TORCH_FR_BUFFER_SIZE) in two recorders, one for NCCL and one for gloo
+(torch/csrc/distributed/c10d/FlightRecorder.hpp). Does not import torch: if the script has not loaded it, there are no
+calls.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_DUMPS = "_dump_nccl_trace_json", "_dump_fr_trace_json"  # the first is there where torch was built with NCCL
-_ENDED = 8  # of a group, the newest calls that have ended: for a look at the one that others are in
+_DUMPS = "_dump_nccl_trace_json", "_dump_fr_trace_json"  # the first exists if torch was built with NCCL
+_ENDED = 8  # the number of finished calls to keep per group, to compare with the pending calls of other ranks
 _DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -29,20 +30,21 @@ _DTYPES = {
     "ComplexFloat": "complex64",
     "ComplexDouble": "complex128",
 }
-# Calls to which all ranks give tensors of the same sizes. To others they need not: a root's list, uneven splits.
+# Calls that need tensors of the same sizes on all ranks. In other calls sizes may differ: only the root passes a list,
+# or splits are uneven.
 _SAME_SIZES = ("all_reduce", "broadcast", "reduce")
-_OF_ALL = "default_pg"  # the description that torch gives it
-_TOLD = 3  # of the tensors of one call
+_OF_ALL = "default_pg"  # torch's description of the group of all ranks
+_MAX_SHOWN = 3  # tensors per call
 
 
 class Call(NamedTuple):
-    """A collective call, or a message from rank to rank, of one process group.
+    """A collective call of a process group, or a message from one rank to another.
 
     Attributes:
-        number: which call of the group it is, from 1 on. Messages between two ranks have numbers of their own.
+        number: the number of the call in its group, from 1. Messages between two ranks are numbered separately.
         name: such as "all_reduce", or "send 0->1".
-        tensors: what the rank gives, such as "float32 [1024]"; "" for a barrier.
-        message: is it one between two ranks?
+        tensors: the rank's input, such as "float32 [1024]"; "" for a barrier.
+        message: whether it is a message between two ranks.
     """
 
     number: int
@@ -59,7 +61,7 @@ class Call(NamedTuple):
         return f"{'message' if self.message else 'call'} {self.number}, {self}"
 
     def matches(self, other: Call) -> bool:
-        """May both be the same call, on two ranks?"""
+        """Whether this call and another rank's call may be the same collective."""
         if self.message or other.message or self.number != other.number:
             return True
         return self.name == other.name and (self.name not in _SAME_SIZES or self.tensors == other.tensors)
@@ -67,14 +69,14 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupCalls:
-    """Of one backend of one process group, which numbers its calls.
+    """The calls of one backend of one process group.
 
     Attributes:
-        group: the name that torch gave the group, the same on all its ranks, and the backend's.
-        title: the same for people, with the description that the script gave.
-        under_way: the oldest call that has not ended; None: all have.
-        queued: how many have not ended.
-        ended: the newest that have, oldest first.
+        group: torch's name of the group, the same on all its ranks, and the backend.
+        title: the group's name in messages: the script's description of the group, and the backend.
+        under_way: the oldest pending call; None: there is none.
+        queued: the number of pending calls.
+        ended: the newest finished calls, oldest first.
     """
 
     group: str
@@ -85,7 +87,7 @@ class GroupCalls:
 
     @property
     def of_all_ranks(self) -> bool:
-        """Is it the group of all ranks of the run?"""
+        """Whether this is the group of all ranks of the run."""
         return self.title.startswith(f"{_OF_ALL} (")
 
     @property
@@ -94,7 +96,7 @@ class GroupCalls:
 
 
 def read() -> list[GroupCalls]:
-    """What the recorders of this process hold, by group. Takes some 0.1 s."""
+    """Read the recorders of this process. Returns their calls by group. Takes about 0.1 s."""
     module = sys.modules.get("torch._C._distributed_c10d")
     found = []
     for name in _DUMPS:
@@ -105,7 +107,7 @@ def read() -> list[GroupCalls]:
 
 
 def _calls_of(dumps: Iterable[Mapping[str, Any]]) -> list[GroupCalls]:
-    """The groups in what the recorders tell of themselves, as JSON (version 2.10)."""
+    """Read the calls of each group from the recorders' JSON (format version 2.10)."""
     titles: dict[str, str] = {}
     calls: dict[str, dict[tuple[str, int, int], tuple[Call, bool]]] = {}
     for entry in (entry for dump in dumps for entry in dump.get("entries", ())):
@@ -115,7 +117,7 @@ def _calls_of(dumps: Iterable[Mapping[str, Any]]) -> list[GroupCalls]:
         titles[key] = f"{title if title not in ('', 'undefined') else group} ({backend})"
         message = bool(entry["is_p2p"])
         number = int(entry["p2p_seq_id" if message else "collective_seq_id"])
-        # Later versions of torch tell the calls of both recorders under both names.
+        # In later versions of torch each of the two functions returns the calls of both recorders.
         once = name, number, int(entry["record_id"])
         calls.setdefault(key, {})[once] = Call(number, name, _tensors(entry), message), bool(entry["retired"])
     groups = []
@@ -128,17 +130,17 @@ def _calls_of(dumps: Iterable[Mapping[str, Any]]) -> list[GroupCalls]:
 
 def _tensors(entry: Mapping[str, Any]) -> str:
     given = list(zip(entry["input_dtypes"], entry["input_sizes"]))
-    told = [f"{_DTYPES.get(dtype, dtype)} {list(size)}" for dtype, size in given[:_TOLD]]
-    return ", ".join(told) + (f" and {len(given) - _TOLD} more" if len(given) > _TOLD else "")
+    shown = [f"{_DTYPES.get(dtype, dtype)} {list(size)}" for dtype, size in given[:_MAX_SHOWN]]
+    return ", ".join(shown) + (f" and {len(given) - _MAX_SHOWN} more" if len(given) > _MAX_SHOWN else "")
 
 
 def packed(groups: Iterable[GroupCalls]) -> list[Any]:
-    """As JSON can hold it."""
+    """Convert the groups to lists, for JSON."""
     return [[one.group, one.title, one.under_way, one.queued, one.ended] for one in groups]
 
 
 def unpacked(groups: Iterable[Sequence[Any]]) -> list[GroupCalls]:
-    """What `packed` has made, after a way as JSON."""
+    """Restore the groups from the lists of `packed`."""
     return [
         GroupCalls(str(group), str(title), _call(under_way), int(queued), tuple(filter(None, map(_call, ended))))
         for group, title, under_way, queued, ended in groups

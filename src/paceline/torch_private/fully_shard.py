@@ -1,4 +1,4 @@
-"""FSDP2's internals: its state of each wrapped module, and of each group of parameters that travels as one."""
+"""FSDP2's internals: the states of wrapped modules, and of the groups of parameters that are gathered together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from paceline.torch_private.support import needed_for, require
 
 with needed_for("strategy fsdp, stages 2 and 3"):
-    # Makes a layer compute its forward once more in the backward, with its hooks, where FSDP2's are among them.
+    # Activation checkpointing: recomputes a layer's forward in the backward, including hooks such as FSDP2's.
     from torch.distributed._composable.checkpoint_activation import checkpoint as checkpoint
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -28,7 +28,7 @@ def state_of(module: Any) -> Any:
 
 
 def become_root(state: Any) -> None:
-    """This module is the root from now on, whichever of its modules is called first."""
+    """Make this module the root now, even if one of its submodules is called first."""
     state._lazy_init()
 
 
@@ -37,36 +37,36 @@ def groups_under(root: Any) -> Iterator[Any]:
     for state in root._state_ctx.all_states:
         if hasattr(state, "_fsdp_param_groups"):
             yield from state._fsdp_param_groups
-        elif state._fsdp_param_group is not None:  # earlier versions have one at most
+        elif state._fsdp_param_group is not None:  # earlier versions have at most one group
             yield state._fsdp_param_group
 
 
 def phase(owner: Any) -> str:
-    """What a state or a group is doing: IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD."""
+    """The training phase of a state or a group: IDLE, FORWARD, PRE_BACKWARD or POST_BACKWARD."""
     name: str = owner._training_state.name
     return name
 
 
 def finish_backward(root: Any) -> None:
-    """Reduces what is left, and frees what is gathered. FSDP2 does so at the end of a backward that reaches all."""
+    """Reduce the remaining gradients, and free gathered parameters, as FSDP2 does itself after a full backward."""
     context = root._state_ctx
-    if getattr(context, "manual_backward_finalization_active", False) is None:  # since 2.15: no backward has set it
+    if getattr(context, "manual_backward_finalization_active", False) is None:  # since 2.15, if no backward has set it
         context.manual_backward_finalization_active = False
     root._root_post_backward_final_callback()
 
 
 def slice_again(group: Any) -> None:
-    """Frees what is gathered, whatever FSDP2 would keep."""
+    """Reshard a group: free its gathered parameters, even if FSDP2 would keep them."""
     group._to_sharded()
 
 
 def as_forward(state: Any, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A method's call, with all that FSDP2 does around a forward."""
+    """Call a method of a module as FSDP2 calls its forward: with FSDP2's pre-forward and post-forward."""
     args, kwargs = state._pre_forward(module, args, kwargs)
     return state._post_forward(module, args, method(*args, **kwargs))
 
 
 def gathered(parameter: Any) -> Tensor | None:
-    """What stands for one of a group's parameters in graphs; None before the first forward."""
+    """The gathered tensor of a sharded parameter, as it appears in graphs; None before the first forward."""
     found: Tensor | None = getattr(parameter, "_unsharded_param", None)
     return found

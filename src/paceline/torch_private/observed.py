@@ -1,6 +1,6 @@
-"""What the doctor reads, and replaces, of a foreign script's objects.
+"""Private names that `paceline doctor` reads and replaces in the objects of a script.
 
-The doctor watches what it finds: where a name is missing, something is not seen, and the script runs on.
+If a name is missing, the doctor observes less, and the script still runs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ FUNCTIONAL_COLLECTIVES: Any = functional_collectives
 
 
 _resolve: Any = getattr(functional_collectives, "_resolve_group", None)
-if _resolve is None:  # older versions find the name
+if _resolve is None:  # older versions return only the group's name
     _resolve = functional_collectives._resolve_group_name
 
 
 def group_of(group: Any, tag: str) -> Any:
-    """The process group that a functional collective was given: by itself, by name, as a mesh's dimension or a list of
-    ranks."""
+    """The process group of a functional collective, given as a group, a name, a mesh dimension or a list of ranks."""
     found: Any = _resolve(group, tag)
     by_name: Callable[[Any], Any] = torch._C._distributed_c10d._resolve_process_group
     return by_name(found) if isinstance(found, str) else found
@@ -37,55 +36,62 @@ def group_of(group: Any, tag: str) -> Any:
 # ------------------------------------------------------------ DistributedDataParallel and FSDP
 
 DDP_SENDS_BUFFERS = "_sync_buffers"
-"""DistributedDataParallel's method that sends rank 0's buffers."""
+"""DistributedDataParallel's method that broadcasts rank 0's buffers."""
 DDP_BEFORE_FORWARD, DDP_AFTER_FORWARD = "_pre_forward", "_post_forward"
-"""Its methods before and after a forward: in the former it lays its buckets out, which communicates."""
+"""DDP's methods that run before and after a forward. The first also assigns parameters to buckets, and communicates."""
 
 FSDP_BEFORE_FORWARD = "_pre_forward"
-"""The method of FSDP2's state before a forward."""
+"""The method of FSDP2's state that runs before a forward."""
 FSDP_STATES = "torch.distributed.fsdp._fully_shard._fsdp_state"
 """The module of FSDP2's states."""
 FSDP_FUNCTIONS = "torch.distributed.fsdp._fully_shard._fully_shard"
 """The module that defines fully_shard."""
 FSDP_EXPORTS = ("torch.distributed.fsdp", "torch.distributed.fsdp._fully_shard", "torch.distributed._composable.fsdp")
-"""The modules from which scripts import it."""
+"""The modules that scripts import fully_shard from."""
 
 
 def measured_by_ddp(module: Any) -> dict[str, Any]:
-    """DistributedDataParallel's own measurements."""
+    """The measurements that DistributedDataParallel logs."""
     figures: dict[str, Any] = module._get_ddp_logging_data()
     return figures
 
 
 def is_root(state: Any) -> bool:
-    """Is this the state of FSDP2's outermost module?"""
+    """Whether this is the state of FSDP2's outermost module."""
     return bool(getattr(state, "_is_root", False))
 
 
 # ------------------------------------------------------------ data
 
-with needed_for("watching data loaders"):
+with needed_for("observing data loaders"):
     from torch.utils.data._utils import worker as LOADER_WORKERS
     from torch.utils.data.dataloader import _BaseDataLoaderIter as LoaderIterator
 
 WORKER_MAIN = "_worker_loop"
-"""What a worker of a DataLoader runs, in LOADER_WORKERS."""
+"""The main function of a DataLoader's worker, in LOADER_WORKERS."""
 NEXT_INDEX = "_next_index"
 """The method of LoaderIterator that takes the next indices from the sampler."""
 
 
+def pin_batch(batch: Any, *args: Any) -> Any:
+    """Move the tensors of a batch to pinned memory, as a loader with pin_memory=True does."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(batch, *args)
+
+
 def persistent_iterator(loader: Any) -> Any:
-    """The iterator that a loader with persistent workers keeps; None: it keeps none."""
+    """The iterator that a loader with persistent workers keeps, or None."""
     return loader._iterator
 
 
 def dataset_of(iterator: Any) -> Any:
-    """What an iterator of a DataLoader reads."""
+    """The data set of a DataLoader's iterator."""
     return iterator._dataset
 
 
 def has_number_of_samples(sampler: Any) -> bool:
-    """Was a random sampler told how many examples to draw?"""
+    """Whether a random sampler was made with num_samples."""
     return getattr(sampler, "_num_samples", None) is not None
 
 
@@ -93,8 +99,10 @@ def has_number_of_samples(sampler: Any) -> bool:
 
 
 def replace_factory(name: str, replace: Callable[[], None]) -> None:
-    """Replace `torch.NAME`, a function that makes tensors. TorchScript and `with torch.device(...)` look it up in
-    tables of their own. The latter's is made first, since it must hold the original.
+    """Replace `torch.NAME`, a function that makes tensors, by calling `replace`.
+
+    TorchScript and `with torch.device(...)` each have a table of these functions. The table of `torch.device` must hold
+    the original function, so it is built before the replacement.
     """
     from torch.jit import _builtins
     from torch.utils import _device
@@ -102,30 +110,30 @@ def replace_factory(name: str, replace: Callable[[], None]) -> None:
     getattr(_device, "_device_constructors", lambda: None)()
     replace()
     made = getattr(torch, name)
-    made.__module__, made.__qualname__ = "torch", name  # by which it is pickled
+    made.__module__, made.__qualname__ = "torch", name  # used for pickling
     table = getattr(_builtins, "_builtin_table", None)
-    if table is not None:  # otherwise it is made later, of what torch holds then
+    if table is not None:  # otherwise it is built later, and will contain the replacement
         table[id(made)] = f"aten::{name}"
 
 
 def saved(node: Any, name: str, otherwise: Any = None) -> Any:
-    """What a node of a graph has kept for its backward, such as a loss's reduction."""
+    """A value that a graph node has saved for its backward, such as a loss's reduction."""
     return getattr(node, f"_saved_{name}", otherwise)
 
 
 def scale_of(scaler: Any) -> float | None:
-    """What a GradScaler multiplies losses by; None: nothing yet, or it is switched off."""
+    """The loss scale of a GradScaler; None: not set yet, or disabled."""
     return float(scaler._scale) if scaler._enabled and scaler._scale is not None else None
 
 
 def unscaled(scaler: Any, optimizer_ids: set[Any]) -> bool:
-    """Has it divided the gradients of one of these optimizers again?"""
+    """Whether the GradScaler has unscaled the gradients of one of these optimizers."""
     states = scaler._per_optimizer_states
     return any(getattr(states[o]["stage"], "value", 0) > 0 for o in optimizer_ids if o in states)
 
 
 def parts_of_schedule(scheduler: Any) -> tuple[list[Any], int]:
-    """A sequence's schedules, and after how many steps its last begins; no schedules: it is none."""
+    """The schedules of a SequentialLR, and the step at which the last schedule begins. ([], 0) for other schedulers."""
     parts = getattr(scheduler, "_schedulers", None) or []
     return list(parts), max(getattr(scheduler, "_milestones", ()), default=0)
 
@@ -136,15 +144,15 @@ __all__ = ["LOADER_WORKERS", "LoaderIterator"]
 # ------------------------------------------------------------ operators and graphs
 
 DDP_NODE = "_DDPSink"
-"""The beginning of the name of the node that DistributedDataParallel puts around its outputs."""
+"""The prefix of the name of the graph node that DistributedDataParallel adds to its outputs."""
 DECOMPOSITIONS = ("_linalg_svd", "_linalg_eigh")
-"""Operators that decompose a matrix, beside the public ones."""
+"""Private operators that decompose a matrix."""
 NORMS_OF_MANY = "_foreach_norm"
-"""The operator that takes the norms of many tensors."""
+"""The operator that computes the norms of many tensors."""
 COLLECTIVE_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 """The namespaces of the operators that communicate."""
 
 
-def own_parameters(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The parameters of a module itself, also of one that is half made."""
+def direct_parameters(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The direct parameters of a module, even before its __init__ has finished."""
     return (p for p in module.__dict__.get("_parameters", {}).values() if p is not None)

@@ -1,4 +1,4 @@
-"""What is said where this version of torch lacks a private name that Paceline needs."""
+"""The error for a private name that Paceline needs and this version of torch lacks."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 from paceline.errors import TorchVersionError
 
 OLDEST, NEWEST = "2.13", "2.15"
-"""The versions of torch that the tests have run with (make compat)."""
+"""The tested versions of torch (make compat)."""
 
 
 @contextmanager
 def needed_for(purpose: str) -> Iterator[None]:
-    """Around imports and reads of private names: raises TorchVersionError where one is missing."""
+    """A context around imports and reads of private names. Raises TorchVersionError if one is missing."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -24,7 +24,7 @@ def needed_for(purpose: str) -> Iterator[None]:
 
 
 def require(purpose: str, owner: type, *names: str) -> None:
-    """Raises TorchVersionError unless a class has these attributes, or declares that its objects have them."""
+    """Raises TorchVersionError unless a class has these attributes, or annotates them for its objects."""
     declared = {name for base in owner.__mro__ for name in inspect.get_annotations(base)}
     for name in names:
         if name not in declared and not hasattr(owner, name):
@@ -33,7 +33,7 @@ def require(purpose: str, owner: type, *names: str) -> None:
 
 def missing(purpose: str, what: str) -> TorchVersionError:
     return TorchVersionError(
-        f"torch {torch.__version__} lacks something that Paceline needs for {purpose}: {what}. It is a private part of "
-        f"torch, which any version may change. Paceline was tested with torch {OLDEST} to {NEWEST}: "
+        f"torch {torch.__version__} lacks a private name that Paceline needs for {purpose}: {what}. Any version of "
+        f"torch may change private names. Paceline was tested with torch {OLDEST} to {NEWEST}: "
         f'pip install "torch~={NEWEST}.0", or install a newer Paceline.'
     )

@@ -1,7 +1,7 @@
-"""Environment variables that torch's native code reads when a process group is made. Imports no torch.
+"""Check environment variables that torch's native code reads when a process group is made. Does not import torch.
 
-A value that torch cannot read ends the process there, or makes it wait for ever, and no message names the variable. So
-the launcher and `paceline.start` look first.
+With an invalid value torch aborts the process or hangs, and no message names the variable. So the launcher and
+`paceline.start` check first.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from paceline.errors import SettingError
 
 _WORDS = ("0", "1", "y", "n", "yes", "no", "t", "f", "true", "false")  # torch's getCvarBool, in any case
 _MOST = 2**31 - 1
-_MOST_CALLS = 10_000_000  # of a flight recorder, which takes memory for all of them at its start
+_MOST_CALLS = 10_000_000  # of a flight recorder, which allocates memory for all calls at its start
 
-# The least and the greatest number.
+# Variable -> the smallest and the largest valid number.
 _NUMBERS = {
     "TORCH_FR_BUFFER_SIZE": (0, _MOST_CALLS),
     "TORCH_NCCL_TRACE_BUFFER_SIZE": (0, _MOST_CALLS),
@@ -53,11 +53,11 @@ _INTERFACES = "GLOO_SOCKET_IFNAME"  # names, separated by commas
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
-    """Raises SettingError for a variable whose value torch cannot read."""
+    """Raises SettingError for a variable with a value that torch cannot read."""
     for name, (least, most) in _NUMBERS.items():
         text = environ.get(name)
         if text is not None and not _is_number(text, least, most):
-            raise SettingError(f"{name}={text!r} is no whole number from {least} to {most}. Correct it, or unset it.")
+            raise SettingError(f"{name}={text!r} is not an integer from {least} to {most}. Correct it, or unset it.")
     for name in _SWITCHES:
         text = environ.get(name)
         if text is not None and text.lower() not in _WORDS:
@@ -65,16 +65,16 @@ def check_variables(environ: Mapping[str, str]) -> None:
     for name, words in _CHOICES.items():
         text = environ.get(name)
         if text is not None and text.upper() not in words:
-            raise SettingError(f"{name}={text!r} is none of {', '.join(words)}. Correct it, or unset it.")
+            raise SettingError(f"{name}={text!r} is not one of {', '.join(words)}. Correct it, or unset it.")
 
 
 def check_interfaces(environ: Mapping[str, str]) -> None:
-    """Raises SettingError where gloo is to use a network interface that this machine does not have."""
+    """Raises SettingError if gloo is set to use a network interface that this machine does not have."""
     there = {name for _, name in socket.if_nameindex()}
     missing = [name for name in environ.get(_INTERFACES, "").split(",") if name and name not in there]
     if missing:
         raise SettingError(
-            f"{_INTERFACES}={environ[_INTERFACES]!r}: this machine has no interface {missing[0]!r}, only "
+            f"{_INTERFACES}={environ[_INTERFACES]!r}: this machine has no network interface {missing[0]!r}, only "
             f"{', '.join(sorted(there))}. Correct it, or unset it."
         )
 

@@ -1,7 +1,7 @@
-"""What `paceline compare` and `verify` share. A trial is the user's script, run for a few steps in fresh processes.
+"""Trials, for `paceline compare` and `verify`: a trial runs the user's script for a few steps in fresh processes.
 
-start.py      what is started: the script, the strategy with the options that this machine needs, the processes
-trial.py      one trial from its start to its end, or why it failed
-spec.py       TrialSpec: what a worker of a trial is asked to do, handed over in the environment
-json_file.py  the files that a command is asked to write
+start.py      the setup of a trial: the script, the strategy with options for this machine, the number of processes
+trial.py      plans and runs one trial, and returns why it failed
+spec.py       TrialSpec: the task of a trial's workers, passed in an environment variable
+json_file.py  the output files of a command
 """

@@ -1,4 +1,4 @@
-"""JSON files that a command is asked to write."""
+"""JSON files that a command writes for the user."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from paceline.errors import SettingError
 
 
 def check_writable(path: str) -> None:
-    """Raises SettingError where the file cannot be written."""
+    """Raises SettingError if the file cannot be written."""
     directory = os.path.dirname(os.path.abspath(path))
     if (
         os.path.isdir(path)
         or not os.access(directory, os.W_OK)
         or (os.path.exists(path) and not os.access(path, os.W_OK))
     ):
-        raise SettingError(f"{path!r} cannot be written. Name a file in a directory that you may write to.")
+        raise SettingError(f"cannot write {path!r}. Name a file in a directory that you can write to.")
 
 
 def write_json(path: str, document: Any) -> None:
-    """Write the document. Numbers that are not finite become null, since JSON has no word for them."""
+    """Write the document. Numbers that are not finite become null, because JSON cannot represent them."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(json.dumps(_finite(document), indent=1, allow_nan=False) + "\n")
 

@@ -1,4 +1,4 @@
-"""How a trial is started: the script, its strategy with the options that this machine needs, and the processes."""
+"""The setup of a trial: the script, its strategy with the options for this machine, and the number of processes."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ class Script:
     """The script that every trial runs."""
 
     path: str  # the script's path, or a module's name
-    args: Sequence[str]  # what follows the script on the command line
+    args: Sequence[str]  # the arguments after the script on the command line
     module: bool  # whether `path` is the name of a module
     settings: Mapping[str, object]  # settings from the command line, the same for all trials
 
 
 @dataclass(frozen=True)
 class Length:
-    """How long a trial is."""
+    """The length of a trial."""
 
-    steps: int  # steps of a trial
-    warmup: int  # the first of these steps, which are not timed
-    seconds: float  # a trial that takes longer is ended
+    steps: int  # the number of steps
+    warmup: int  # the number of steps at the start that are not timed
+    seconds: float  # the time limit: a trial that takes longer is ended
 
 
 class Start(NamedTuple):
-    """With what a trial is started."""
+    """The strategy, processes and precision that a trial starts with."""
 
-    strategy: StrategySpec | None  # None: the script's own
-    processes: int  # how many processes are started
-    precision: str | None = None  # None: the script's own
+    strategy: StrategySpec | None  # None: the script's
+    processes: int  # the number of processes
+    precision: str | None = None  # None: the script's
 
 
 def replica_devices(device: str, nproc: int, count: Callable[[], int]) -> list[str]:
-    """Devices for `nproc` replicas in one process.
+    """Choose devices for `nproc` replicas in one process.
 
-    The first accelerators; or the CPU, once for each replica, where there is no accelerator or `device` names the CPU.
+    Returns the first `nproc` accelerators. If there are none, or `device` names the CPU, returns "cpu" for each
+    replica.
 
     Args:
-        device: the name that the user gave; "" where none was given.
+        device: the name that the user gave; "" if none was given.
         nproc: the number of replicas.
         count: counts the accelerators.
     """
@@ -64,21 +65,21 @@ def replica_devices(device: str, nproc: int, count: Callable[[], int]) -> list[s
 def place_strategy(spec: StrategySpec, nproc: int, devices: Sequence[str]) -> tuple[StrategySpec, int, int]:
     """Place `nproc` replicas of a strategy on this machine.
 
-    Returns (the strategy with the options that it needs here, the number of processes, how many of these are servers).
-    Servers are processes beside the replicas.
+    Returns (the strategy with its options for this machine, the number of processes, the number of servers among these
+    processes). Servers are processes in addition to the replicas.
     """
     if spec.name == "single":
         return spec, 1, 0
     module, _, name = STRATEGIES.get(spec.name, spec.name).partition(":")
     try:
         options = inspect.signature(getattr(import_module(module), name)).parameters
-    except (ImportError, AttributeError):  # not installed, or not there: the trial's error says so
+    except (ImportError, AttributeError):  # not installed, or missing: the trial reports the error
         return spec, nproc, 0
     if "devices" in options:
         given = {"devices": ",".join(devices), **spec.options}
         return StrategySpec(spec.name, given), 1, 0
     if "servers" in options:
         asked = str(spec.options.get("servers", options["servers"].default))
-        servers = int(asked) if asked.isdecimal() else 0  # else the trial's error says so
+        servers = int(asked) if asked.isdecimal() else 0  # otherwise the trial reports the error
         return spec, nproc + servers, servers
     return spec, nproc, 0

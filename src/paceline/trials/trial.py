@@ -1,4 +1,4 @@
-"""One trial, from its start to its end: the script for a few steps, in fresh processes."""
+"""Plan and run one trial: the script for a few steps, in fresh processes."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from paceline.world import TRIAL
 
 _WHO = re.compile(r"^rank \d+ (failed: )?")
 _MODULE = re.compile(r"\bpaceline\.errors\.")
-_MOST = 400  # characters of a reason
+_MOST = 400  # the maximum length of a reason, in characters
 
 
 def plan_trial(script: Script, start: Start, length: Length, check_strategy: bool = True) -> Plan:
-    """Plan a trial: what can be seen before anything starts.
+    """Plan a trial. Raises the errors that can be detected before a process starts.
 
     Args:
-        check_strategy: whether the strategy is checked too.
+        check_strategy: whether to check the strategy too.
 
     Raises:
-        LaunchError, SettingError: what cannot work, a library that is not installed among it.
+        LaunchError, SettingError: the trial cannot work, for example because a library is not installed.
     """
     own = {"strategy": None if start.strategy is None else str(start.strategy), "precision": start.precision}
     settings = {**script.settings, **{key: value for key, value in own.items() if value is not None}}
@@ -39,16 +39,16 @@ def plan_trial(script: Script, start: Start, length: Length, check_strategy: boo
     check = strategies.check if check_strategy else None
     try:
         return make_plan(script.path, script.args, start.processes, settings, check, **rest)
-    except ImportError as error:  # of the strategy's module
+    except ImportError as error:  # from the strategy's module
         raise SettingError(missing_library(start.strategy, error)) from error
 
 
 def missing_library(strategy: StrategySpec | None, error: ImportError) -> str:
-    """What to say of a strategy whose module cannot be imported."""
+    """The error message if a strategy's module cannot be imported."""
     package = f"the package {error.name!r}" if error.name else "a package"
     return (
-        f"strategy {strategy}: {package} cannot be imported here ({error}). Install it into this Python, or leave the "
-        "strategy out."
+        f"strategy {strategy}: {package} cannot be imported here ({error}). Install it in this environment, or leave "
+        "out the strategy."
     )
 
 
@@ -60,32 +60,35 @@ def launch_trial(
     interrupts: Interrupts,
     output: Output,
     tidy: bool = False,
+    worker: str | None = None,
 ) -> str | None:
-    """Run one trial to its end. Return None, or in one line why it failed.
+    """Run one trial to its end. Return None, or the reason for its failure in one line.
 
     Args:
-        spec: what the workers are asked to do.
-        tidy: leave no compiled files beside the script's modules.
+        spec: the task of the workers.
+        worker: the module that each worker runs; None: the usual one.
+        tidy: do not let Python write compiled files beside the script's modules.
 
     Raises:
-        Stopped: a signal came, and no process is left.
+        Stopped: a signal came; all processes have ended.
     """
     from paceline.launcher.supervise import supervise
 
     own = {TRIAL: spec.to_json()} | ({"PYTHONDONTWRITEBYTECODE": "1"} if tidy else {})
     try:
         planned = replace(plan_trial(script, start, length), variables=own)
+        planned = planned if worker is None else replace(planned, worker=worker)
         outcome = supervise(planned, interrupts, output)
     except PacelineError as error:
         return _one_line(str(error))
     finally:
-        interrupts.deferred = False  # nothing runs
-    return one_line_reason(outcome.story) if outcome.exit_code != 0 else None
+        interrupts.deferred = False  # no process is running
+    return one_line_reason(outcome.report) if outcome.exit_code != 0 else None
 
 
 @contextlib.contextmanager
 def quiet_output() -> Iterator[Output]:
-    """Output that shows nothing of what the ranks print. Its private directory is removed at the end."""
+    """Yield an Output that hides everything that the ranks print. Its private directory is removed at the end."""
     output = Output(None, frozenset(), silent=True)
     try:
         yield output
@@ -93,14 +96,14 @@ def quiet_output() -> Iterator[Output]:
         output.close(failed=False)
 
 
-def one_line_reason(story: str) -> str:
-    """The launcher's report of a failure in one line, without the rank: what failed, failed on account of the case."""
-    first, *rest = story.strip().splitlines() or ["it failed without a word"]
+def one_line_reason(report: str) -> str:
+    """Reduce the launcher's report of a failure to one line, without the rank, which does not matter here."""
+    first, *rest = report.strip().splitlines() or ["it failed without a message"]
     if first.startswith("not done after"):
         first += " (" + "; ".join(line for line in rest[:4] if line.startswith("rank")) + ")"
     elif first.endswith(("exit code 1", "exit code 2")) or " was killed by " in first:
-        first += "".join(f"; the last it printed: {line.strip()}" for line in rest[-1:])
-    if first.endswith((",", ":")) and ". " in first:  # the remedy's code follows, in lines of its own
+        first += "".join(f"; last line printed: {line.strip()}" for line in rest[-1:])
+    if first.endswith((",", ":")) and ". " in first:  # the code of the remedy is on the next lines
         first = first[: first.rindex(". ") + 1]
     return _one_line(_MODULE.sub("", _WHO.sub("", first)))
 
@@ -111,7 +114,7 @@ def _one_line(text: str) -> str:
 
 
 def check_script(script: Script) -> None:
-    """Raises LaunchError where there is no such script or module."""
+    """Raises LaunchError if there is no such script or module."""
     if script.module:
         checks.check_module(script.path)
     else:

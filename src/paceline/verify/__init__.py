@@ -1,21 +1,20 @@
-"""`paceline verify`: is the model the same on N processes as on one? The host's side is this folder.
+"""`paceline verify`: is the model the same on N processes as on one? These modules run in the launcher, except worker/.
 
 verify_command.py     the command
-decision.py           what follows from how the runs differ: the answer
-comparison.py         the run in question beside the other runs, and how they differ
-runs.py               the runs of one question: what they are called, how each is started
-run_record.py         what one run has left: its ranks' records and tensors
-differences.py        how two runs differ in a step (pure)
-tolerances.py         how far rounding alone may take them apart, measured on the script itself (pure)
-evidence.py           what a cause is found from; linear relations between gradients (pure)
-evidence_runs.py      further runs, made for the evidence
-cause_rules.py        from the evidence to the cause (pure)
-rank_disagreement.py  causes that the ranks of the run in question show by themselves (pure)
-run_level_answers.py   answers about runs that cannot be compared step by step
-answer.py, claims.py  the answer, and its sentences, each bound to the runs that show it
-traced_runs.py        further runs, with the script's lines traced, to find the line of a fault
-fault_location.py     which line it is, from these traces (pure)
-trace_diff.py         where two traces begin to differ (pure)
-slicing.py            program slicing of the script's text: where a rank or a clock comes into a line (pure)
-worker/               in the processes of a run: what records it while it trains
+decision.py           which runs are made, and the answer that follows from their differences
+comparison.py         compares the subject run with its reference runs
+runs.py               the runs of one comparison: their names, and how each is started
+run_record.py         the records and tensors that a run writes
+differences.py        the differences of two runs in a step (pure)
+tolerances.py         the effect of rounding alone, measured on the script itself (pure)
+evidence.py           the evidence for a cause; linear relations between gradients (pure)
+evidence_runs.py      further runs, to gather evidence
+cause_rules.py        finds the cause from the evidence (pure)
+rank_disagreement.py  finds causes by comparing the ranks of the subject run with each other (pure)
+run_level_answers.py  answers about runs that cannot be compared step by step
+answer.py             the answer and its claims: sentences, and the runs that show them
+traced_runs.py        further runs with the script's lines traced, to find the line of a fault
+fault_location.py     finds the line of a fault in these traces (pure)
+trace_diff.py         finds the first difference of two traces (pure)
+worker/               recorders, in the processes of a run
 """

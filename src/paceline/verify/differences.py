@@ -1,4 +1,4 @@
-"""How two runs of `paceline verify` differ in a step. Pure."""
+"""The differences of two runs of `paceline verify` in a step. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.verify.run_record import RunRecord
 from paceline.verify.tolerances import OPERATIONS, Difference, Tolerances, norm
 
-# The quantities of a step, in the order in which each brings about the next.
+# The quantities of a step, in causal order.
 ORDER = ("initial weights", "examples", "data", "loss", "gradient", "learning rate", "weights", "buffers")
 
 
@@ -21,9 +21,10 @@ def differences(
     """All differences of one step, in ORDER.
 
     Args:
-        ours: the run in question, or the same with dropout off.
-        theirs: the run that it is compared with.
-        leader: the run in question. The step started from its states, and its weights are compared.
+        ours: the subject run, or the subject with dropout off.
+        theirs: the run to compare with.
+        leader: the subject run. `theirs` starts the step from the state that this run recorded, and the updated weights
+            of `theirs` and `leader` are compared.
     """
     yield from differences_before(theirs, leader, tolerances, step)
     rates = [
@@ -31,8 +32,8 @@ def differences(
         for a, b in zip(ours.learning_rates(step), theirs.learning_rates(step), strict=False)
         if not abs(a - b) <= tolerances.learning_rate(b)
     ]
-    # The gradient of a step's second update follows from the rate and the gradient of its first. A run with dropout off
-    # has another first gradient.
+    # The gradient of a step's second update depends on the learning rate and the gradient of the first update. With
+    # dropout off, the gradient of the first update is different.
     part = leader.updates(step) > 1 and (bool(rates) or ours is not leader)
     yield from differences_computed(ours, theirs, tolerances, step, first=part)
     yield from rates
@@ -40,7 +41,7 @@ def differences(
 
 
 def differences_before(theirs: RunRecord, leader: RunRecord, tolerances: Tolerances, step: int) -> Iterator[Difference]:
-    """Differences that lie before the step: how the model began, and what was changed since the last update."""
+    """Differences that arose before the step: in the initial weights, or by changes since the last update."""
     start: dict[str, Tensor] | None = None
     if not step:
         start, own = leader.initial_weights(), theirs.initial_weights()
@@ -57,12 +58,12 @@ def differences_before(theirs: RunRecord, leader: RunRecord, tolerances: Toleran
         if name not in own or name not in leader.changed_outside(step):
             yield Difference(step, kind, name, float("nan"), 0.0)
             continue
-        apart = norm(own[name].double() - start[name].double())
+        error = norm(own[name].double() - start[name].double())
         allowed = OPERATIONS * leader.roundoff(name) * norm(start[name])
         if kind == "buffers":
             allowed = max(allowed, tolerances.buffer(name, start[name]))
-        if not apart <= allowed:
-            yield Difference(step, kind, name, apart, allowed)
+        if not error <= allowed:
+            yield Difference(step, kind, name, error, allowed)
 
 
 def differences_computed(
@@ -70,7 +71,7 @@ def differences_computed(
 ) -> Iterator[Difference]:
     """Differences of examples, data, losses and gradients.
 
-    first: compare only what belongs to the first update of the step, and no losses.
+    first: compare only the values of the first update of the step, and no losses.
     """
     for key, quantity in (("ids", "examples"), ("data", "data")):
         have, want = ours.example_counts(step, key), theirs.example_counts(step, key)
@@ -78,12 +79,12 @@ def differences_computed(
             yield Difference(step, quantity, None, float((have - want).total() + (want - have).total()), 0.0)
     bad, other_bad = ours.not_finite(step), theirs.not_finite(step)
     if bad and other_bad:
-        return  # an overflow that one process has too
+        return  # both runs overflow
     mine, other = ours.losses(step), theirs.losses(step)
     for call in sorted(mine.keys() & other.keys()) if not first else ():
-        apart, allowed = abs(mine[call] - other[call]), tolerances.loss(other[call])
-        if not apart <= allowed:
-            yield Difference(step, "loss", None, apart, allowed)
+        error, allowed = abs(mine[call] - other[call]), tolerances.loss(other[call])
+        if not error <= allowed:
+            yield Difference(step, "loss", None, error, allowed)
     order = {name: number for number, name in enumerate(forward_order(ours, step))}
     for update in range(1 if first else min(ours.updates(step), theirs.updates(step))):
         a, b = ours.gradients(step, update), theirs.gradients(step, update)
@@ -93,10 +94,10 @@ def differences_computed(
             a_or_b = a.get(name, b.get(name))
             assert a_or_b is not None
             one, two = a.get(name, torch.zeros_like(a_or_b)), b.get(name, torch.zeros_like(a_or_b))
-            apart = norm(one - two) if one.shape == two.shape else math.nan
+            error = norm(one - two) if one.shape == two.shape else math.nan
             allowed = tolerances.gradient(name, b)
-            if not apart <= allowed:
-                yield Difference(step, "gradient", name, apart, allowed, norm(two))
+            if not error <= allowed:
+                yield Difference(step, "gradient", name, error, allowed, norm(two))
 
 
 def _differences_after(
@@ -111,19 +112,19 @@ def _differences_after(
             continue
         is_weight = name in leader.weights
         if not is_weight and ours is not leader and update:
-            continue  # filled in part after an update that was not the same
+            continue  # the buffer also depends on an earlier update that differed
         a, b = (weights if is_weight else buffers)[name].double(), second[name].double()
-        apart, moved = norm(a - b), norm(b - start[name].double())
+        error, moved = norm(a - b), norm(b - start[name].double())
         allowed = OPERATIONS * leader.roundoff(name) * (norm(b) + moved)
         if is_weight and leader.updates_own_gradients(step):
             allowed = max(allowed, tolerances.update(name, b))
         allowed = allowed if is_weight else max(allowed, tolerances.buffer(name, b))
-        if not apart <= allowed:
-            yield Difference(step, "weights" if is_weight else "buffers", name, apart, allowed)
+        if not error <= allowed:
+            yield Difference(step, "weights" if is_weight else "buffers", name, error, allowed)
 
 
 def forward_order(run: RunRecord, step: int) -> list[str]:
-    """Parameters in the order of their layers' first call in that step; then in the order of the model."""
+    """The names of parameters, in the order of their layers' first calls in this step. Uncalled layers come last."""
     called = next(iter(run.called_layers(step)), [])
     places = {name: place for place, name in enumerate(called)}
     return sorted(run.parameters, key=lambda name: places.get(name.rpartition(".")[0], len(places)))

@@ -1,4 +1,4 @@
-"""What the cause of a difference is found from: runs, their differences, and linear relations between gradients."""
+"""The evidence for the cause of a difference: runs, their differences, and linear relations between gradients."""
 
 from __future__ import annotations
 
@@ -12,78 +12,81 @@ from paceline.verify.differences import ORDER
 from paceline.verify.run_record import RunRecord
 from paceline.verify.tolerances import Difference
 
-PARALLEL = 1e-2  # the share of a gradient's norm that the multiple of another gradient may leave unexplained
-# The sum of the parts misses the whole by some norm. A linear combination of the parts may leave this share of that
-# norm unexplained.
+# A gradient counts as a multiple of another gradient if at most this fraction of its norm remains after subtraction.
+PARALLEL = 1e-2
+# A linear combination of the parts' gradients explains the whole gradient if its error is at most this fraction of the
+# error of their plain sum.
 BESIDE = 0.1
-# The weights of a mean, found from gradients, may miss 1 by MEAN, or by ERRORS standard errors.
+# The weights of a mean, found from gradients, may differ from 1 by MEAN, or by ERRORS standard errors.
 MEAN = 5e-3
 ERRORS = 6.0
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why runs differ."""
+    """The cause of a difference between runs."""
 
     key: str  # its name in `--json`
-    sentence: str  # what it is, with the evidence
-    remedy: str  # what to do about it
-    name: str | None = None  # a parameter or a buffer, where the cause is about one
+    sentence: str  # the cause and its evidence
+    remedy: str  # the fix
+    name: str | None = None  # the parameter or buffer, if the cause is about one
     shown_by: tuple[RunRecord, ...] = ()  # the runs that show it
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The runs of one question, and how they differ in the first step that has a difference."""
+    """The runs of one comparison, and their differences in the first step that has any."""
 
-    subject: RunRecord  # A, the run in question
-    without_dropout: RunRecord  # A with dropout off: A0, or A itself where nothing was drawn
+    subject: RunRecord  # A, the subject run
+    without_dropout: RunRecord  # A with dropout off: A0; A if nothing was drawn
     same_shards: RunRecord | None  # B, one process that computes the same shards
     whole_batches: RunRecord | None  # C, one process that computes whole batches
-    again_whole: RunRecord | None  # another run of whole batches
-    # Differences of `without_dropout` and C in their first step with any: cutting the batch makes them.
-    by_cutting: Sequence[Difference]
-    # Differences of A and B in their first step with any: distributing the shards makes them.
+    again_whole: RunRecord | None  # C2, a second run of whole batches
+    # Differences of `without_dropout` and C in the first step that has any: caused by splitting the batch.
+    by_splitting: Sequence[Difference]
+    # Differences of A and B in the first step that has any: caused by distributing the shards.
     by_distributing: Sequence[Difference]
-    shard_count: int  # how many shards a global batch has
-    # Gradients of the parts of the batch, each weighed by its examples, with dropout off.
+    shard_count: int  # shards per global batch
+    # Gradients of the parts of the batch, each weighted by its examples, with dropout off.
     part_gradients: Sequence[Mapping[str, Tensor]] | None = None
-    part_examples: Sequence[int] = ()  # how many examples each part has
-    counted: bool = False  # whether the loss says over how many things it is (a count)
-    # How `without_dropout` differs from itself where each rank computes another rank's shard.
+    part_examples: Sequence[int] = ()  # the number of examples in each part
+    counted: bool = False  # whether the loss comes with a count
+    # Differences of `without_dropout` and the same run with each shard on another rank.
     by_rotating: Sequence[Difference] = ()
-    gradient_noise: float = 0.0  # the norm by which rounding moves the whole batch's gradient, in `update`
-    # The first update of the step whose gradients differ; `part_gradients` and `gradient_noise` belong to that update.
+    gradient_noise: float = 0.0  # the norm of the effect of rounding on the whole batch's gradient, in `update`
+    # The first update of the step with different gradients; `part_gradients` and `gradient_noise` belong to it.
     update: int = 0
-    told_alone: RunRecord | None = None  # D, or LD: A, with each process told that it is alone
-    by_asking: Sequence[Difference] = ()  # how A differs from `told_alone`: asking for the rank makes these differences
-    part_runs: tuple[RunRecord, ...] = ()  # the runs that `part_gradients` are from
-    rotated_runs: tuple[RunRecord, ...] = ()  # the runs that `by_rotating` is from
-    noisy: bool = False  # whole batches cannot be compared with, since the script draws other numbers for them
+    rank_0_of_1: RunRecord | None = None  # D or LD: A, with rank 0 of 1 reported to each process
+    by_rank_queries: Sequence[
+        Difference
+    ] = ()  # differences of A and `rank_0_of_1`: caused by the rank or the world size
+    part_runs: tuple[RunRecord, ...] = ()  # the runs that made `part_gradients`
+    rotated_runs: tuple[RunRecord, ...] = ()  # the runs that made `by_rotating`
+    noisy: bool = False  # whole batches cannot be compared, because the script draws different numbers for them
 
     @property
     def step(self) -> int:
-        """The step that this is about."""
-        return (self.by_cutting or self.by_distributing)[0].step
+        """The first step with a difference."""
+        return (self.by_splitting or self.by_distributing)[0].step
 
     @property
     def quantity(self) -> str:
-        """The quantity that differs first."""
+        """The first quantity that differs."""
         return min(
-            (d.quantity for d in (*self.by_cutting, *self.by_distributing) if d.step == self.step), key=ORDER.index
+            (d.quantity for d in (*self.by_splitting, *self.by_distributing) if d.step == self.step), key=ORDER.index
         )
 
     @property
     def compared(self) -> tuple[RunRecord, ...]:
-        """The two runs whose first difference it is."""
-        if self.by_cutting:
+        """The two runs that show the first difference."""
+        if self.by_splitting:
             return tuple(run for run in (self.without_dropout, self.whole_batches) if run is not None)
-        return tuple(run for run in (self.subject, self.same_shards or self.told_alone) if run is not None)
+        return tuple(run for run in (self.subject, self.same_shards or self.rank_0_of_1) if run is not None)
 
     @property
     def reference(self) -> RunRecord:
-        """A run of one process, or one in which each process is told that it is alone."""
-        found = self.whole_batches or self.same_shards or self.told_alone
+        """The run to compare with: C, else B, else the run in which each process sees rank 0 of 1."""
+        found = self.whole_batches or self.same_shards or self.rank_0_of_1
         assert found is not None
         return found
 
@@ -93,9 +96,9 @@ def _joined(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
 
 
 def scalar_multiple(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], noise: float = 0.0) -> float | None:
-    """r where ours = r * theirs. None where no r explains ours.
+    """Find the number r with ours = r * theirs; None if there is no such r.
 
-    noise: the norm by which rounding moves the gradients.
+    noise: the norm of the effect of rounding on the gradients.
     """
     names = [name for name in ours if name in theirs and ours[name].shape == theirs[name].shape]
     if not names:
@@ -110,13 +113,12 @@ def scalar_multiple(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], no
 def linear_combination(
     whole: Mapping[str, Tensor], parts: Sequence[Mapping[str, Tensor]], noise: float = 0.0
 ) -> tuple[list[float], float] | None:
-    """(x, the standard error of the mean of x) where whole = sum of x_i * parts_i, by least squares.
+    """Solve whole = sum of x_i * parts_i by least squares. Return (x, the standard error of the mean of x).
 
-    None where no x explains the whole, or where there are not more numbers than parts. What x leaves unexplained is
-    compared with what there is to explain, which is how far the plain sum of the parts misses the whole; and with the
-    noise.
+    Returns None if no x explains the whole, or if there are too few parts or numbers. The residual may be up to 3 times
+    the noise, or up to BESIDE times the distance between the plain sum of the parts and the whole.
 
-    noise: the norm by which rounding moves the gradients.
+    noise: the norm of the effect of rounding on the gradients.
     """
     names = [name for name in whole if all(part[name].shape == whole[name].shape for part in parts if name in part)]
     if len(parts) < 2 or not names:

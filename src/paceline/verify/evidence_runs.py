@@ -1,4 +1,4 @@
-"""Further runs of a question in which something differs: they are the evidence from which the cause is found."""
+"""Make further runs when something differs, to gather evidence for the cause."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from paceline.verify.traced_runs import FaultLocator
 
 
 def gather_evidence(
-    c: Comparison, by_cutting: Sequence[Difference], by_distributing: Sequence[Difference]
+    c: Comparison, by_splitting: Sequence[Difference], by_distributing: Sequence[Difference]
 ) -> tuple[Evidence, FaultLocator]:
-    """The evidence of these differences; and the locator of their line, which has made runs by then."""
-    assert c.without_dropout is not None or not by_cutting
-    plain, whole, step = c.without_dropout or c.subject, c.whole_batches, (by_cutting or by_distributing)[0].step
+    """Gather the evidence for these differences. Also return the FaultLocator, which has made the traced runs."""
+    assert c.without_dropout is not None or not by_splitting
+    plain, whole, step = c.without_dropout or c.subject, c.whole_batches, (by_splitting or by_distributing)[0].step
     others = (c.same_shards, whole, c.again_whole)
-    known = Evidence(c.subject, plain, *others, by_cutting, by_distributing, c.shard_count, told_alone=c.told_alone)
-    if c.told_alone is not None:
-        known = replace(known, by_asking=by_distributing)
-    dropout_off = bool(by_cutting) and plain is not c.subject
-    locator = FaultLocator(c.runs, c.subject, whole if by_cutting else None, dropout_off=dropout_off)
-    known = locator.add_told_alone(known, c.tolerances)
-    if whole is None or not by_cutting or by_cutting[0].quantity not in COMPUTED:
+    known = Evidence(c.subject, plain, *others, by_splitting, by_distributing, c.shard_count, rank_0_of_1=c.rank_0_of_1)
+    if c.rank_0_of_1 is not None:
+        known = replace(known, by_rank_queries=by_distributing)
+    dropout_off = bool(by_splitting) and plain is not c.subject
+    locator = FaultLocator(c.runs, c.subject, whole if by_splitting else None, dropout_off=dropout_off)
+    known = locator.add_rank_0_of_1(known, c.tolerances)
+    if whole is None or not by_splitting or by_splitting[0].quantity not in COMPUTED:
         return known, locator
     update = _first_update(c, plain, whole, step)
     gradients = whole.gradients(step, update)
     known = replace(known, update=update, gradient_noise=c.tolerances.noise(gradients, gradients))
-    if by_distributing and known.told_alone is not None and not known.by_asking:
-        # The script was told too late that it is alone; or it has kept something.
+    if by_distributing and known.rank_0_of_1 is not None and not known.by_rank_queries:
+        # The script read rank or world size before verify replaced the reported values, or it keeps state.
         return _with_rotated_shards(c, known, plain, step), locator
-    if by_distributing or known.by_asking:
+    if by_distributing or known.by_rank_queries:
         return known, locator
     in_sequence = c.in_one_process == c.runs.shards_in_sequence(c.shard_count)
-    if update and in_sequence:  # all shards have been computed before the first update
+    if update and in_sequence:  # all shards are computed before the first update
         known = replace(known, same_shards=None)
     if c.same_shards is None or not in_sequence or update:
         return _with_part_gradients(c, known, plain, step), locator
@@ -46,7 +46,7 @@ def gather_evidence(
         c.runs.run_single_process("B0", c.in_one_process, dropout_off=True) if c.subject.drew else (c.same_shards, None)
     )
     if parts is None:
-        c.notes.append(claim_without(f"the shards in one process, with dropout off, could not be run: {why}", "B0"))
+        c.notes.append(claim_without(f"the shards could not be computed in one process with dropout off: {why}", "B0"))
     if parts is None or parts.steps <= step:
         return known, locator
     known = replace(
@@ -60,21 +60,21 @@ def gather_evidence(
 
 
 def _first_update(c: Comparison, plain: RunRecord, whole: RunRecord, step: int) -> int:
-    """The first update of the step whose gradients differ."""
+    """The first update of the step with different gradients."""
     for update in range(min(plain.updates(step), whole.updates(step))):
         ours, theirs = plain.gradients(step, update), whole.gradients(step, update)
         for name in ours.keys() & theirs.keys():
-            apart = norm(ours[name] - theirs[name]) if ours[name].shape == theirs[name].shape else 0.0
-            if not apart <= c.tolerances.gradient(name, theirs):
+            error = norm(ours[name] - theirs[name]) if ours[name].shape == theirs[name].shape else 0.0
+            if not error <= c.tolerances.gradient(name, theirs):
                 return update
     return 0
 
 
 def _with_part_gradients(c: Comparison, known: Evidence, plain: RunRecord, step: int) -> Evidence:
-    """The evidence, with the gradient of each part of the batch.
+    """Add the gradient of each part of the batch to the evidence.
 
-    Where no process can compute the shards in turn, the run in question is made once for each shard, with the loss
-    of this shard alone. Where no other run has computed the shards, they are also rotated over the ranks.
+    Used if no single process can compute the shards in sequence. The subject run is repeated once per shard, with only
+    this shard's loss. If there is no B, a further run rotates the shards over the ranks.
     """
     parts, processes, steps = [], c.runs.start.processes, step + 1
     part_runs: list[RunRecord] = []
@@ -96,14 +96,14 @@ def _with_part_gradients(c: Comparison, known: Evidence, plain: RunRecord, step:
 
 
 def _with_rotated_shards(c: Comparison, known: Evidence, plain: RunRecord, step: int) -> Evidence:
-    """The evidence, with a run in which each rank computes another rank's shard.
+    """Add a run to the evidence in which each rank computes the next rank's shard.
 
-    What a process has kept of its earlier examples goes with the shard. So a difference depends on the rank itself.
+    State that a process keeps from earlier examples moves with the shard. So any difference comes from the rank.
     """
     if c.runs.run("T", dropout_off=True, rotated_shards=True, steps=step + 1) is not None:
         return known
-    turned = c.runs.load("T", c.runs.start.processes)
-    if turned is None or turned.steps <= step:
+    rotated = c.runs.load("T", c.runs.start.processes)
+    if rotated is None or rotated.steps <= step:
         return known
-    apart = list(differences_computed(turned, plain, c.tolerances, step))
-    return replace(known, by_rotating=apart, rotated_runs=(turned,))
+    found = list(differences_computed(rotated, plain, c.tolerances, step))
+    return replace(known, by_rotating=found, rotated_runs=(rotated,))

@@ -1,11 +1,11 @@
-"""In which line of the script a fault is: read from traced runs (verify/worker/script_tracer.py). Pure.
+"""Find the line of the script that contains a fault, from traced runs (verify/worker/script_tracer.py). Pure.
 
-Each rank has two traces: one of the run as it was (L), one of the run in which it was told that it is alone (LD). Where
-these differ, the script has asked for the rank or for the number of processes. Then the line is that of the first event
-that differs, among the kinds of events that bring about such a fault.
+Each rank has two traces: L repeats the subject run, and LD reports rank 0 of 1 to the script. If they differ, the
+script uses its rank or world size. The fault is then at the first event that differs. Only events of a kind that can
+cause the fault are compared.
 
-Else the parts of the batch are compared with the whole batch (LC); or the line is that of the event itself, such as
-the write to a buffer. Where no trace tells, the text of the script is searched.
+Otherwise the parts of the batch are compared with the whole batch (LC), or the fault is at a recorded event, such as a
+write to a buffer. If no trace shows the line, the source of the script is searched.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from paceline.verify.trace_diff import (
     place_of,
 )
 
-_WORDS = {  # the key of a cause -> the words of a script that sets it
+_WORDS = {  # the key of a cause -> a pattern that matches script lines with this cause
     "batch-norm-per-shard": r"batch_norm",
     "not-in-the-model": r"requires_grad=True|nn\.Parameter\(|requires_grad_\(",
     "clipped-early": r"clip_grad|\.grad\b",
@@ -52,40 +52,40 @@ HOOKS_ON_GRADIENTS = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What is looked for."""
+    """The fault to locate."""
 
     cause: str  # the key of its cause
-    quantity: str  # what differs first
-    name: str | None  # of the parameter or the buffer
-    step: int  # the step in which it differs
+    quantity: str  # the first quantity that differs
+    name: str | None  # the parameter or buffer
+    step: int  # the step with the difference
 
 
 @dataclass(frozen=True)
 class FaultLine:
-    """The line that was found."""
+    """The line of a fault."""
 
     place: Place  # the line
-    # Another line that has to do with it: the branch that decides on it, or where a statistic is used.
+    # A related line: the branch that leads to it, or the use of a statistic.
     beside: Place | None = None
     found: Divergence | None = None  # the event at this line
-    asks: bool = False  # the run does something else there when it is told that it is alone
+    asks: bool = False  # the line behaves differently when the script sees rank 0 of 1
 
 
 def find_line(
-    fault: Fault, ours: Sequence[ScriptTrace], told: Sequence[ScriptTrace], cut: Iterable[BatchParts]
+    fault: Fault, ours: Sequence[ScriptTrace], alone: Sequence[ScriptTrace], cut: Iterable[BatchParts]
 ) -> FaultLine | None:
-    """The line of a fault; None where none was found.
+    """Find the line of a fault; None if no line was found.
 
     Args:
-        ours, told: the traces of L and LD, by rank.
-        cut: the losses of the step, where the parts of the batch are to be compared with the whole batch.
+        ours, alone: the traces of L and LD, by rank. `alone` is empty if LD has the fault too.
+        cut: the losses of the step, in parts and whole; empty if they should not be compared.
     """
-    asked = {place_of(e) for t in (*ours, *told) for e in t.events_of("ask")}
-    pairs = list(zip(ours, told, strict=False))
-    found = _first_by_asking(fault, pairs)
+    asked = {place_of(e) for t in (*ours, *alone) for e in t.events_of("ask")}
+    pairs = list(zip(ours, alone, strict=False))
+    found = _first_by_rank_queries(fault, pairs)
     if found is not None:
         return _origin(found, asked)
-    if told:
+    if alone:
         return _asking_line_by_text(fault, ours, asked)
     by_event = _own_event(fault, ours)
     if by_event is not None and fault.quantity not in ("loss", "gradient"):
@@ -98,7 +98,7 @@ def find_line(
         mixed = first_mixing(one)
         if mixed is not None:
             also = mixed.also
-            if also is None and fault.cause in ("mean-of-means", "in-batch-loss"):  # where the loss is, beside
+            if also is None and fault.cause in ("mean-of-means", "in-batch-loss"):  # show the loss as the second line
                 trace, root = one.whole
                 also = root if fault.cause == "mean-of-means" else trace.at(root["of"])
             return FaultLine(mixed.place, place_of(also) if also is not None else None, mixed)
@@ -110,7 +110,7 @@ def find_line(
 def _origin(found: Divergence, asked: set[Place]) -> FaultLine:
     origin = Slice(RANK, asked).origin(found.place)
     if origin is None:
-        # The answer goes through an object's attributes: what the script does with it stands elsewhere.
+        # The script passes the rank through an object's attribute, so another line uses the rank.
         place = _first_acting([file for file, _ in sorted(asked)], RANK, asked) or found.place
         return FaultLine(place, found.place if place != found.place else None, found, asks=True)
     place, branch = origin
@@ -119,12 +119,12 @@ def _origin(found: Divergence, asked: set[Place]) -> FaultLine:
 
 
 def _first_acting(files: Iterable[str], source: re.Pattern[str], asked: Collection[Place] = ()) -> Place | None:
-    """The first line in these files that does something with a source."""
+    """The first line in these files that uses a source, such as the rank or the clock."""
     return next((place for file in dict.fromkeys(files) for place in acting_lines(file, source, asked)), None)
 
 
-def _first_by_asking(fault: Fault, pairs: Sequence[tuple[ScriptTrace, ScriptTrace]]) -> Divergence | None:
-    """The first event of the kinds that bring about such a fault which a rank has only as one of several processes."""
+def _first_by_rank_queries(fault: Fault, pairs: Sequence[tuple[ScriptTrace, ScriptTrace]]) -> Divergence | None:
+    """The first event that differs between a rank's traces L and LD, among the kinds that can cause the fault."""
     found = (rule(a, b) for rule in _rules(fault) for a, b in pairs)
     return next((divergence for divergence in found if divergence is not None), None)
 
@@ -179,16 +179,17 @@ def _rules(fault: Fault) -> list[Rule]:
 
 
 def _writes_to(trace: ScriptTrace, kind: str, name: str | None) -> ScriptTrace:
-    """The writes to this tensor; where there is none, to any tensor of its kind."""
+    """The writes to this tensor; if there are none, the writes to any tensor of its kind."""
     exact = [e for e in trace.events if e.get("target") == f"{kind}:{name}"]
     return ScriptTrace(exact or [e for e in trace.events if str(e.get("target", "")).startswith(f"{kind}:")])
 
 
 def _at_hook(found: Divergence, trace: ScriptTrace) -> Divergence | None:
-    """An op in a backward, at the line that it belongs to.
+    """Assign an op in a backward to its line.
 
-    A hook that is no function of the script's (torch.clamp in a functools.partial, say) has no line of its own, so its
-    ops have the line of the backward call. They belong to the line that put the hook there. None where there is none.
+    A hook that is no function of the script (such as torch.clamp in a functools.partial) has no line in the script, so
+    its ops are recorded at the line of the backward call. They are assigned to the line that registers the hook. None
+    if no hook was registered.
     """
     if found.place not in {place_of(root) for root in trace.events_of("root")}:
         return found
@@ -197,21 +198,21 @@ def _at_hook(found: Divergence, trace: ScriptTrace) -> Divergence | None:
 
 
 def _ops(trace: ScriptTrace, step: int, backward: bool) -> ScriptTrace:
-    """The ops of the backward of that step; or the ops before that step which are in no backward."""
+    """If `backward`, the ops in the backward of this step. Otherwise the ops before this step, outside any backward."""
     if backward:
         return ScriptTrace([e for e in trace.events_of("op") if e["backward"] and e["step"] == step])
     return ScriptTrace([e for e in trace.events_of("op") if not e["backward"] and e["step"] < step])
 
 
 def state_line(step: int, ours: Sequence[ScriptTrace]) -> FaultLine | None:
-    """The statement that updates what the script keeps from step to step in Python's own variables."""
+    """Find the statement that updates a Python variable which the script keeps from step to step."""
     files = list(dict.fromkeys(place_of(e)[0] for t in ours for e in t.events))
     places = carried_state(files, [place_of(e) for t in ours for e in t.roots(step)])
     return FaultLine(*places[0]) if places else None
 
 
 def _own_event(fault: Fault, ours: Sequence[ScriptTrace]) -> Divergence | None:
-    """The event that does what the cause says, in the run in question alone."""
+    """Find the event that the cause describes, in the traces of the subject run alone."""
     events = [e for trace in ours for e in trace.events]
 
     def of(*kinds: str, **fields: object) -> Wanted:
@@ -252,7 +253,7 @@ def _own_event(fault: Fault, ours: Sequence[ScriptTrace]) -> Divergence | None:
 
 
 def _first_overflow(ours: Sequence[ScriptTrace]) -> Divergence | None:
-    """The first op with a result that is not finite and inputs that are."""
+    """The first op with a result that is not finite, from finite inputs."""
     for trace in ours:
         for event in trace.events_of("op"):
             if 1e308 in (event["values"] or ()) and not any(
@@ -263,7 +264,7 @@ def _first_overflow(ours: Sequence[ScriptTrace]) -> Divergence | None:
 
 
 def _asking_line_by_text(fault: Fault, ours: Sequence[ScriptTrace], asked: set[Place]) -> FaultLine | None:
-    """The script asks for the rank, and no event differs: the line that does something with the answer, by the text."""
+    """Search the source for the line that uses the rank, if the script reads its rank but no event differs."""
     for event in (e for trace in ours for e in trace.events_of("loader") if fault.quantity == "examples"):
         origin = Slice(RANK, asked).origin(place_of(event))
         if origin is not None and origin[0] != place_of(event):
@@ -273,7 +274,7 @@ def _asking_line_by_text(fault: Fault, ours: Sequence[ScriptTrace], asked: set[P
 
 
 def _line_by_text(fault: Fault, ours: Sequence[ScriptTrace], asked: set[Place]) -> FaultLine | None:
-    """A line of the traced files that contains the words of the cause, or does something with a rank."""
+    """Search the traced files for a line that matches the cause (_WORDS), or that uses the rank."""
     files = list(dict.fromkeys([*(place_of(e)[0] for t in ours for e in t.events), *(file for file, _ in asked)]))
     place = matching_line(files, re.compile(_WORDS[fault.cause])) if fault.cause in _WORDS else None
     if fault.cause == "not-deterministic":
@@ -293,7 +294,7 @@ def _loss_line(root: Event, ours: Sequence[ScriptTrace]) -> Place:
 
 
 def chance_line(first: Sequence[ScriptTrace], second: Sequence[ScriptTrace], step: int) -> FaultLine | None:
-    """Where two runs that ought to be alike diverge."""
+    """Find the line of the first difference between two runs that should be equal."""
     for a, b in zip(first, second, strict=False):
         for found in (
             first_unmatched(a, b, "seed", step=step),

@@ -1,4 +1,4 @@
-"""Causes that the ranks of the run in question show by themselves: where they are no longer alike. Pure."""
+"""Find causes in the subject run alone: its ranks disagree with each other. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from paceline.verify.run_record import RunRecord
 
 
 def cause_from_failed_ranks(records: Sequence[Mapping[str, Any]]) -> Cause | None:
-    """Of a run that failed: the cause, if its ranks were in different layers."""
+    """The cause of a failed run, if its ranks had called different layers."""
     return different_layers({record["rank"]: record["unfinished"] for record in records if record["unfinished"]})
 
 
 def different_layers(called: Mapping[int, Sequence[str]]) -> Cause | None:
-    """The cause where two ranks have called different layers. called: rank -> the layers that it has called."""
+    """The cause if two ranks called different layers. called: rank -> the layers that it called."""
     first = next(iter(called), 0)
     other = next((rank for rank, names in called.items() if set(names) != set(called[first])), None)
     if other is None:
@@ -26,42 +26,42 @@ def different_layers(called: Mapping[int, Sequence[str]]) -> Cause | None:
     return Cause(
         "control-by-rank",
         f"rank {yes} calls the layer {name} and rank {no} does not: the path through the model depends on the rank",
-        "Let every rank take the same path: nothing in the model or the loss may ask for the rank.",
+        "Make every rank take the same path: remove the condition on the rank from the model or the loss.",
         name,
     )
 
 
 def cause_from_ranks(run: RunRecord) -> tuple[int, str, Cause] | None:
-    """(the step, the quantity, the cause) where the ranks are not alike; None where they are."""
+    """(step, quantity, cause) of the first disagreement between ranks; None if they agree."""
     if len(run.ranks) < 2:
         return None
     late = [name for record in run.ranks for name in record["late"]]
     if late:
         cause = Cause(
             "registered-late",
-            f"the parameter {late[0]} was added to the model after run.prepare, which does not know it: its gradients "
-            "are not combined over the processes",
+            f"the parameter {late[0]} was added to the model after run.prepare, so its gradients are not combined over "
+            "the processes",
             "Add it before run.prepare(model), or prepare the model again.",
             late[0],
         )
         return 0, "gradient", cause
-    norms = tuple(f"{name}." for name in run.ranks[0]["norms"])  # Paceline keeps theirs
+    norms = tuple(f"{name}." for name in run.ranks[0]["norms"])  # Paceline keeps the statistics of batch norms equal
     for step in range(run.steps):
-        if (apart := _out_of_step(run, step)) is not None:
-            return step, "examples", apart
+        if (unequal := _out_of_step(run, step)) is not None:
+            return step, "examples", unequal
         found = _unlike(run, step, "start", norms)
         if found is not None:
             return step, _quantity_of(run, found), _before_the_step(run, step, found)
-        if (met := _in_the_step(run, step, norms)) is not None:
-            return step, *met
+        if (differing := _in_the_step(run, step, norms)) is not None:
+            return step, *differing
     unmade = next((step for step in range(run.steps) if not run.updates(step)), None)
-    if unmade is not None:  # the strategy would not say what the state is, and the weights are alike
+    if unmade is not None:  # the strategy refused to return its state, although the weights are equal
         return _unlike_tensors(run, unmade) or (unmade, "optimizer state", _changed_state(run, unmade))
     return None
 
 
 def _unlike_tensors(run: RunRecord, step: int) -> tuple[int, str, Cause] | None:
-    """(the step, the quantity, the cause) where some ranks' models have a tensor that others have not."""
+    """(step, quantity, cause) if some ranks' models have a tensor that others lack."""
     held = {r["rank"]: at["start"] for r, at in zip(run.ranks, run.step_records(step), strict=False) if at["start"]}
     names = dict.fromkeys(name for own in held.values() for name in own)
     name = next((name for name in names if any(name not in own for own in held.values())), None)
@@ -70,7 +70,7 @@ def _unlike_tensors(run: RunRecord, step: int) -> tuple[int, str, Cause] | None:
     ranks = ", ".join(str(rank) for rank, own in held.items() if name in own)
     cause = Cause(
         "control-by-rank",
-        f"when step {step + 1} begins, only rank {ranks} has {name} in the model",
+        f"at the start of step {step + 1}, the model contains {name} only on rank {ranks}",
         "Build and change the model in the same way on every rank.",
         name,
     )
@@ -78,7 +78,7 @@ def _unlike_tensors(run: RunRecord, step: int) -> tuple[int, str, Cause] | None:
 
 
 def _changed_state(run: RunRecord, step: int) -> Cause:
-    """The cause where weights and buffers are alike when the step begins, and the optimizers' state is not."""
+    """The cause if weights and buffers are equal at the start of the step, but the optimizers' state is not."""
     kept = [(record["rank"], at["optimizer"]) for record, at in zip(run.ranks, run.step_records(step), strict=False)]
     digests = {rank: own for rank, own in kept if own is not None}
     entries = dict.fromkeys(entry for own in digests.values() for entry in own)
@@ -89,7 +89,7 @@ def _changed_state(run: RunRecord, step: int) -> Cause:
     without = [str(rank) for rank, own in digests.items() if differs not in own]
     if without:
         ranks = f"rank {without[0]}" if len(without) == 1 else f"ranks {', '.join(without)}"
-        what = f"the optimizer's {key} of {name} is missing on {ranks}: it was cleared there between two updates"
+        what = f"the optimizer's {key} of {name} is missing on {ranks}: it was cleared between two updates"
     else:
         what = f"the optimizer's {key} of {name} was changed between two updates on some ranks"
     return _changed_optimizer(what, name)
@@ -98,29 +98,30 @@ def _changed_state(run: RunRecord, step: int) -> Cause:
 def _changed_optimizer(what: str, name: str | None) -> Cause:
     return Cause(
         "changed-outside",
-        f"{what}, outside the optimizer, so the next update would differ between the ranks",
-        "Clear or change the optimizer's state on every rank alike: take the change out of the branch on the rank.",
+        f"{what}, outside the optimizer. The next update would differ between the ranks",
+        "Clear or change the optimizer's state in the same way on every rank: move the change out of the branch "
+        "that depends on the rank.",
         name,
     )
 
 
 def _out_of_step(run: RunRecord, step: int) -> Cause | None:
-    """The cause where ranks have made unequally many steps or yields."""
+    """The cause if the ranks are in different steps, or have got different numbers of batches in this step."""
     made = [(record["epoch"], record["step"], record["yields"]) for record in run.step_records(step)]
     if len(set(made)) < 2:
         return None
-    each = "; ".join(f"rank {record['rank']}: {yields} of step {at + 1}" for record, (_, at, yields) in
+    each = "; ".join(f"rank {record['rank']}: {yields} in step {at + 1}" for record, (_, at, yields) in
                      zip(run.ranks, made, strict=False))  # fmt: skip
     return Cause(
         "control-by-rank",
-        f"when the update was made, the ranks had taken unequally many batches ({each}): some leave out, or make, a "
-        "backward or a step that others do not",
-        "Let every rank make the same calls for every batch; leave examples out by weights that are zero.",
+        f"at the update, the ranks had taken different numbers of batches ({each}): some ranks skip or repeat a "
+        "backward pass or a step",
+        "Make the same calls for every batch on every rank. To leave out examples, give them zero weight.",
     )
 
 
 def _unlike(run: RunRecord, step: int, key: str, norms: tuple[str, ...]) -> str | None:
-    """The name of a tensor that has other values on some ranks."""
+    """The name of a tensor that differs between ranks; None if all are equal. norms: prefixes of names to skip."""
     values = [record[key] for record in run.step_records(step)]
     names = sorted((n for n in values[0] if not n.startswith(norms)), key=lambda n: n not in run.weights)
     return next((name for name in names if len({own[name] for own in values if name in own}) > 1), None)
@@ -131,9 +132,9 @@ def _quantity_of(run: RunRecord, name: str) -> str:
 
 
 def _in_the_step(run: RunRecord, step: int, norms: tuple[str, ...]) -> tuple[str, Cause] | None:
-    """(the quantity, the cause), where the ranks were alike when the step began and are not when it ends.
+    """(quantity, cause) if the ranks agreed when the step began but not when it ended.
 
-    The cause is in what an update is made of, or in a change between two updates.
+    The cause is in the inputs of an update, or in a change between two updates.
     """
     records = run.step_records(step)
     rates = [record["lrs"] for record in records if record["lrs"]]
@@ -141,8 +142,9 @@ def _in_the_step(run: RunRecord, step: int, norms: tuple[str, ...]) -> tuple[str
         each = ", ".join(f"{own[0]:.4g}" for own in rates if own)
         return "learning rate", Cause(
             "control-by-rank",
-            f"the learning rate depends on the rank ({each} on the first update of ranks 0 to {len(rates) - 1})",
-            "Set it alike on every rank: by a scheduler that is prepared, or from numbers of all ranks (run.mean).",
+            f"the learning rate depends on the rank ({each} in the first update of ranks 0 to {len(rates) - 1})",
+            "Set the same rate on every rank: use a prepared scheduler, or compute it from values of all ranks "
+            "(run.mean).",
         )
     found = _unlike(run, step, "after", norms)
     if found is None:
@@ -153,16 +155,16 @@ def _in_the_step(run: RunRecord, step: int, norms: tuple[str, ...]) -> tuple[str
     if 0 < len(between) < len(run.ranks):
         name = next(at["between"][0] for at in records if at["between"])
         return "weights", _changed(f"{name} was", f"on rank {', '.join(map(str, between))}", name)
-    for update in range(min(len(record["graded"]) for record in records)):
-        values = [record["graded"][update] for record in records]
+    for update in range(min(len(record["gradient_digests"]) for record in records)):
+        values = [record["gradient_digests"][update] for record in records]
         names = dict.fromkeys(name for own in values for name in own)
         bad = next((name for name in names if len({own.get(name) for own in values}) > 1), None)
         if bad is not None:
             return "gradient", Cause(
                 "control-by-rank",
-                f"the gradient of {bad} is another on some ranks when the update is made, though they were combined: "
-                "it was changed after the backward, or left out, as the rank says",
-                "Change gradients alike on every rank.",
+                f"the gradient of {bad} differs between ranks when the update is made, although gradients were "
+                "combined: the script changed or dropped it after the backward, depending on the rank",
+                "Change gradients in the same way on every rank.",
                 bad,
             )
     return "weights", _changed(f"{found}, or the optimizer's state, was", "on some ranks", found)
@@ -171,22 +173,22 @@ def _in_the_step(run: RunRecord, step: int, norms: tuple[str, ...]) -> tuple[str
 def _unsynchronised_buffer(name: str) -> Cause:
     return Cause(
         "buffer-not-synchronised",
-        f"the buffer {name} has other values on the ranks: each updates it from its own part of the batch",
-        "Combine what it is updated with: run.sum of the sum and of the count, or run.mean.",
+        f"the buffer {name} differs between the ranks: each rank updates it from its shard of the batch",
+        "Combine its input over the processes: run.sum of the sum and of the count, or run.mean.",
         name,
     )
 
 
 def _before_the_step(run: RunRecord, step: int, name: str) -> Cause:
-    """The cause where the ranks differ when the step begins."""
+    """The cause if the ranks differ when the step begins."""
     if name not in run.weights:
         return _unsynchronised_buffer(name)
     if not step:
         return Cause(
             "initialisation-by-rank",
-            f"{name} has other values on the ranks before the first step: it was set after run.prepare, which gives "
-            "all ranks the weights of rank 0, and differently on each",
-            "Initialise the model before run.prepare, or alike on every rank.",
+            f"{name} differs between the ranks before the first step: it was set after run.prepare (which gives all "
+            "ranks the weights of rank 0), with different values",
+            "Initialise the model before run.prepare, or with the same values on every rank.",
             name,
         )
     outside = [
@@ -199,7 +201,7 @@ def _before_the_step(run: RunRecord, step: int, name: str) -> Cause:
 def _changed(what: str, where: str, name: str | None = None) -> Cause:
     return Cause(
         "changed-outside",
-        f"{what} changed between two updates, outside the optimizer, {where}, and the ranks differ since",
-        "Make the change on every rank alike, or in the optimizer.",
+        f"{what} changed {where} between two updates, outside the optimizer, and the ranks have differed since",
+        "Make the same change on every rank, or make it in the optimizer.",
         name,
     )

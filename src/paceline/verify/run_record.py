@@ -1,4 +1,4 @@
-"""What one run of `paceline verify` has left: the records of its ranks, and its tensors."""
+"""The files of a run of `paceline verify`: the records of its ranks, and its tensors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 
 
 class RunRecord:
-    """The records of one run, which verify/worker/recorder.py has written.
+    """The records of one run, written by verify/worker/recorder.py.
 
     Args:
-        folder: where the ranks have written. Its last part is the name of the run.
-        processes: how many ranks to read.
+        folder: the folder of the run. Its last part is the name of the run.
+        processes: the number of ranks to read.
         first: the first of these ranks.
 
     Raises:
-        FileNotFoundError: a rank has not written.
+        FileNotFoundError: a rank has written no record.
     """
 
     def __init__(self, folder: str, processes: int, first: int = 0) -> None:
@@ -31,11 +31,11 @@ class RunRecord:
         for rank in range(first, first + processes):
             with open(os.path.join(folder, f"rank-{rank}.json")) as file:
                 records.append(json.load(file))
-        self.ranks = [record for record in records if record["steps"]] or records  # servers make none
+        self.ranks = [record for record in records if record["steps"]] or records  # parameter servers make no steps
 
     @cached_property
     def steps(self) -> int:
-        """How many steps all ranks have made."""
+        """The number of steps that all ranks made."""
         return min((len(record["steps"]) for record in self.ranks if record["steps"]), default=0)
 
     def step_records(self, step: int) -> list[dict[str, Any]]:
@@ -43,19 +43,19 @@ class RunRecord:
         return [record["steps"][step] for record in self.ranks if len(record["steps"]) > step]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """A file of named tensors; empty where there is none."""
+        """The tensors in a file, by name; empty if there is no such file."""
         path = os.path.join(self.folder, f"{name}.safetensors")
         return _tensors(path) if os.path.exists(path) else {}
 
     def gradients(self, step: int, update: int) -> dict[str, Tensor]:
-        """The gradients of the whole model before an update, of all ranks together."""
+        """The gradients of the whole model before an update, merged over all ranks."""
         found: dict[str, Tensor] = {}
         for record in self.ranks:
             found = {**self.tensors(f"grad-{step}-{update}-r{record['rank']}"), **found}
         return {name: grad.double() for name, grad in found.items()}
 
     def gradients_by_yield(self, step: int) -> list[dict[str, Tensor]]:
-        """The gradients of each yield, where one process has computed all shards in turn."""
+        """The gradients of each yield, if one process computed all shards in sequence."""
         sums = [self.tensors(f"part-{step}-{micro}") for micro in range(1, self.step_records(step)[0]["yields"])]
         before: dict[str, Tensor] = {}
         parts = []
@@ -65,23 +65,23 @@ class RunRecord:
         return parts
 
     def updates(self, step: int) -> int:
-        """How many updates the step has."""
+        """The number of updates in the step."""
         return max((record["updates"] for record in self.step_records(step)), default=0)
 
     def updates_own_gradients(self, step: int) -> bool:
-        """Whether updates follow from each run's own gradients, and not from those of the run in question."""
+        """Whether this run updates from its own gradients instead of those of the subject run."""
         return any(record.get("own") for record in self.step_records(step))
 
     def yields(self, step: int) -> int:
-        """How many yields the step has, on the rank with the most."""
+        """The number of yields in the step, on the rank with the most."""
         return max((record["yields"] for record in self.step_records(step)), default=0)
 
     def examples_by_yield(self, step: int) -> list[int]:
-        """The number of examples in each yield, of a run of one process."""
+        """The number of examples in each yield, for a run of one process."""
         return [len(values) for *_, values in self.step_records(step)[0]["ids"]]
 
     def example_digests(self, step: int) -> dict[tuple[str, int], str]:
-        """(loader, index) -> digest, of the examples of a step."""
+        """(loader, index) -> digest, for the examples of a step."""
         found: dict[tuple[str, int], str] = {}
         for rank in self.step_records(step):
             for (loader, *_, indices), (*_, digests) in zip(rank["ids"], rank["data"], strict=True):
@@ -89,9 +89,9 @@ class RunRecord:
         return found
 
     def example_counts(self, step: int, key: str) -> Counter[Any]:
-        """How often each example of a step was computed, over all ranks.
+        """The number of times that each example of a step was computed, over all ranks.
 
-        Several ranks may hold the same part of a batch, which then counts once.
+        A part of a batch that several ranks hold counts once.
 
         key: "ids" for (loader, index), "data" for (loader, digest).
         """
@@ -112,10 +112,10 @@ class RunRecord:
 
     def shard_losses(self, step: int) -> dict[tuple[int, ...], float]:
         """(shard, micro-batch, backward call, term) -> loss."""
-        return {tuple(place): loss for rank in self.step_records(step) for *place, loss in rank["apart"]}
+        return {tuple(place): loss for rank in self.step_records(step) for *place, loss in rank["shard_losses"]}
 
     def learning_rates(self, step: int) -> list[float]:
-        """The learning rates at the updates of a step, one for each group of parameters."""
+        """The learning rates at the updates of a step, one per group of parameters."""
         return next((list(rank["lrs"]) for rank in self.step_records(step) if rank["lrs"]), [])
 
     def optimizer_options(self, step: int) -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ class RunRecord:
         return next((list(rank["options"]) for rank in self.step_records(step) if rank.get("options")), [])
 
     def called_layers(self, step: int) -> list[list[str]]:
-        """Layers in the order of their first call, of each rank that had examples."""
+        """Layers in the order of their first call, for each rank that had examples."""
         return [rank["modules"] for rank in self.step_records(step) if rank["data"]]
 
     def changed_outside(self, step: int) -> set[str]:
@@ -131,15 +131,15 @@ class RunRecord:
         return {name for rank in self.step_records(step) for name in rank["outside"]}
 
     def not_finite(self, step: int) -> list[str]:
-        """Parameters whose gradients are not finite in this step."""
+        """Parameters with gradients that are not finite in this step."""
         return [name for rank in self.step_records(step) for name in rank["not_finite"]]
 
     def initial_weights(self) -> dict[str, Tensor]:
-        """The weights with which the script began, before the run took over any state."""
+        """The weights at the start of the script, before the run loaded any state."""
         return self.tensors("initial") or self.start_state(0)
 
     def start_state(self, step: int) -> dict[str, Tensor]:
-        """The models' state from which the run in question made this step."""
+        """The models' state at the start of this step, as saved by the subject run."""
         return self.tensors(f"start-{step}")
 
     @cached_property
@@ -158,7 +158,7 @@ class RunRecord:
         return {name: dtype for record in self.ranks for name, dtype in record.get("dtypes", {}).items()}
 
     def roundoff(self, name: str) -> float:
-        """The unit roundoff of a parameter or a buffer; 0 where its numbers are integers."""
+        """The unit roundoff of a parameter or buffer; 0 for integers."""
         dtype = getattr(torch, self.dtypes.get(name, "float32"))
         return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
 
@@ -168,12 +168,12 @@ class RunRecord:
         return {*self.parameters, *(name for record in self.ranks for name in record["tied"])}
 
     def other_generator_states(self, step: int) -> set[str]:
-        """States of NumPy's and Python's generators after what was computed."""
+        """States of NumPy's and Python's generators after the computations of a step."""
         return {state for rank in self.step_records(step) for state in rank["others"]}
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether its losses may depend on numbers of all processes."""
+        """Whether losses of this run may depend on values of all processes."""
         return any(step["gathered"] for record in self.ranks for step in record["steps"])
 
 

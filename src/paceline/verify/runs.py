@@ -1,4 +1,4 @@
-"""What `paceline verify` is asked, and the runs that it makes."""
+"""The options of `paceline verify`, and the runs that it makes."""
 
 from __future__ import annotations
 
@@ -13,86 +13,87 @@ from paceline.trials.spec import TrialSpec
 from paceline.trials.start import Script, Start, place_strategy, replica_devices
 from paceline.verify.run_record import RunRecord
 
-SINGLE = StrategySpec("single")  # of a run of one process that computes whole batches
-SUBJECT = "A"  # the name of the run in question
+SINGLE = StrategySpec("single")  # for a run of one process that computes whole batches
+SUBJECT = "A"  # the name of the subject run
 RUN_DESCRIPTIONS = {  # by the name of the run
-    "A": "the run in question",
-    "A0": "the same, with dropout off",
-    "B": "one process, the same shards in turn",
-    "B0": "the same, with dropout off",
+    "A": "your run",
+    "A0": "your run, with dropout off",
+    "B": "one process, the same shards in sequence",
+    "B0": "one process, the same shards, with dropout off",
     "B1": "one process, the same shards at once",
-    "B2": "one process, the same shards, once more",
+    "B2": "one process, the same shards, repeated",
     "C": "one process, whole batches",
-    "C2": "the same, in reverse order and rounded elsewhere",
-    "C3": "the same in order, and rounded elsewhere",
-    "C4": "one process, whole batches, once more",
-    "D": "the run in question, each process told that it is alone",
-    "L": "the run in question, its lines watched",
-    "LC": "one process, whole batches, its lines watched",
-    "LD": "each process told that it is alone, its lines watched",
-    "P": "the run in question, with one shard's loss alone",
-    "T": "the run in question, each shard on another rank",
+    "C2": "one process, whole batches in reverse order, with different rounding",
+    "C3": "one process, whole batches in order, with different rounding",
+    "C4": "one process, whole batches, repeated",
+    "D": "your run, with rank 0 of 1 reported to the script",
+    "L": "your run, with its lines traced",
+    "LC": "one process, whole batches, with its lines traced",
+    "LD": "your run, with rank 0 of 1 reported to the script, with its lines traced",
+    "P": "your run, with the loss of one shard only",
+    "S": "one process, the batches of the ranks one after the other",
+    "T": "your run, with each shard on another rank",
 }
 
 
 def describe_run(run: str) -> str:
-    """What a run is, in words. The runs P0, P1, ... have one shard's loss alone. A name without a description is a run
-    that is repeated."""
-    return RUN_DESCRIPTIONS.get("P" if run.startswith("P") else run, "once more")
+    """Describe a run in words. P0, P1, ... share one description. A run without a description is a repetition."""
+    return RUN_DESCRIPTIONS.get("P" if run.startswith("P") else run, "repeated")
 
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """What the command line asks for."""
+    """The options of the command line."""
 
     script: Script  # the script
     nproc: str | int  # processes: a number, or gpu, cpu, auto
-    strategy: str | None = None  # of the run in question; None: the script's own
-    precision: str | None = None  # None: the script's own
-    steps: int = 20  # how many steps are compared
+    strategy: str | None = None  # of the subject run; None: the script's
+    precision: str | None = None  # None: the script's
+    steps: int = 20  # the number of steps to compare
     deadline: float = 300.0  # seconds; a longer run is ended
-    json_file: str | None = None  # write the answer there
+    json_file: str | None = None  # the file for the answer
 
 
 class Runs:
-    """The runs of one question. How a run is launched is left to a subclass.
+    """The runs of one comparison. A subclass launches them.
 
     Args:
-        folder: each run leaves its records in a subfolder of its name.
+        folder: each run writes its records into a subfolder with its name.
         count: counts the accelerators.
 
     Raises:
-        SettingError: a strategy that cannot be.
+        SettingError: the strategy is invalid.
     """
 
     def __init__(self, options: VerifyOptions, nproc: int, folder: str, count: Callable[[], int]) -> None:
         self.options, self.nproc, self._folder, self._count = options, nproc, folder, count
-        self.start = Start(None, nproc, options.precision)  # of the run in question
-        self.recorded: set[str] = set()  # the runs that have left records of steps
+        self.start = Start(None, nproc, options.precision)  # of the subject run
+        self.recorded: set[str] = set()  # the runs that left records of steps
+        self.plain = True  # whether the script may be one that does not use Paceline
         self.may_trace = True  # whether further runs may be made to find the line of a fault
         if options.strategy is not None:
             asked = parse_strategy(options.strategy)
-            strategies.check(StrategySpec(asked.name), None)  # the name; plan_trial checks its options
+            strategies.check(StrategySpec(asked.name), None)  # only the name: plan_trial checks the options
             spec, processes, _ = place_strategy(asked, nproc, self.devices(nproc))
             self.start = Start(spec, processes, options.precision)
 
     def devices(self, count: int) -> list[str]:
-        """Devices for so many replicas in one process."""
+        """Devices for this number of replicas in one process."""
         return replica_devices(str(self.options.script.settings.get("device") or ""), count, self._count)
 
     def shards_in_sequence(self, shards: int) -> StrategySpec:
-        """The strategy of one process that computes so many shards, one after the other."""
+        """The strategy of one process that computes this number of shards in sequence."""
         return parse_strategy(f"single:shards={shards}") if shards > 1 else StrategySpec("single")
 
     def folder(self, name: str) -> str:
         return os.path.join(self._folder, name)
 
     def run(self, name: str, strategy: StrategySpec | None = None, **how: Any) -> str | None:
-        """Make one run, to its end. Return None, or why it failed.
+        """Make one run and wait for its end. Return None, or why it failed.
 
         Args:
             name: the name of the run (RUN_DESCRIPTIONS).
-            strategy: the strategy of a run of one process. None: the run in question's own strategy and processes.
+            strategy: the strategy of a run of one process. None: the strategy and the processes of the subject run.
             how: fields of TrialSpec, such as dropout_off=True.
         """
         os.makedirs(self.folder(name))
@@ -101,7 +102,7 @@ class Runs:
             "directory": self.folder(name),
             "steps": self.options.steps,
             "reference": self.folder(SUBJECT),
-            "in_question": name == SUBJECT,
+            "is_subject": name == SUBJECT,
             "single_process": strategy is not None,
         }
         return self.launch_run(name, start, TrialSpec(**{**spec, **how}))
@@ -110,8 +111,12 @@ class Runs:
         """Launch the run in its processes and wait for its end. Return None, or why it failed."""
         raise NotImplementedError
 
+    def find_fault(self) -> dict[str, Any] | None:
+        """The first fault that `paceline doctor` finds in the script, as its JSON; None if there is none."""
+        return None
+
     def run_single_process(self, name: str, strategy: StrategySpec, **how: Any) -> tuple[RunRecord | None, str | None]:
-        """Make a run of one process. Return its record, or why there is none."""
+        """Make a run of one process. Return (its record, None), or (None, the reason why there is no record)."""
         failed = self.run(name, strategy, **how)
         record = self.load(name, 1) if failed is None else None
         if record is not None and record.steps:
@@ -119,9 +124,9 @@ class Runs:
         return None, failed or "it made no step"
 
     def load(self, name: str, processes: int) -> RunRecord | None:
-        """The record that a run has left; None where a rank has left nothing.
+        """Load the record of a run; None if a rank has written none.
 
-        A run with steps then counts as recorded.
+        If the run made steps, its name is added to `recorded`.
         """
         try:
             record = RunRecord(self.folder(name), processes)

@@ -1,37 +1,40 @@
-"""How far rounding alone may take two runs of `paceline verify` apart.
+"""The tolerances of `paceline verify`: the difference between two runs that rounding alone explains.
 
-The tolerances are measured on the runs of the question itself. What is compared of a tensor is the 2-norm of its
-difference.
+The tolerances are measured on the runs of the comparison itself. Tensors are compared by the 2-norm of the difference.
 
-Gradients. C2 computes the batches of C once more: with their examples in reverse order, from weights each of which is
-the next floating-point number up or down, and with losses times 0.75, a factor that is taken out of the gradients
-again. As far as these numbers are known, they are the same numbers, added up in another order and rounded elsewhere,
-on the way through the model and all the way back. R is how far this moves a tensor (the root mean square over the
-steps).
+Gradients. C2 computes the batches of C again, with three changes. The examples come in reverse order. Each weight is
+moved to the next floating-point number up or down. The loss is multiplied by 0.75, and the gradients are divided by
+0.75 after the backward. Up to rounding, the results are the same: C2 adds the same numbers in a different order, and
+rounds differently in the forward and in the backward. R is the distance between a tensor of C and of C2 (the
+root mean square over the steps).
 
-Rounding errors of many terms are near to normal. So is the difference of A and C. Its variance is that of R, or up to
-four times as much, since each shard is rounded by itself where the whole batch is rounded once. The tolerance is MARGIN
-= 8 times R, which is at least 4 standard deviations. A normal number goes beyond it in one of 16,000 tensors with a
-single element, and in far fewer tensors of more elements.
+The sum of many rounding errors is close to normally distributed, and so is the difference of A and C. Its variance is
+between R^2 and 4 R^2, because each shard is rounded separately and the whole batch only once. The tolerance is
+MARGIN = 8 times R, which is at least 4 standard deviations. Rounding exceeds it in one of 16,000 tensors with a single
+element, and in far fewer tensors with more elements.
 
-Four cases need more. A tensor of few elements may have a small R by chance: its tolerance is no less than the run's
-tensors have in the middle, in relation to the norm. Where nothing moves at all, the rounding of fp32 is left. Where the
-loss cannot be scaled, since a hook or a tensor beside the model would see it, the rounding of 16 bits does not show,
-and four times its unit roundoff is taken. In a model that enlarges rounding until most of a gradient's digits are lost,
-errors are not near to normal any more: R is then the largest of the steps.
+Four cases need a larger tolerance:
 
-Kinks. Rounding that takes the input of a ReLU over zero moves a gradient by more, and rarely. So a difference is no
-fault if it is one of gradients alone, by which they keep half of their digits, in fewer than half of the steps: faults
-return.
+- A tensor with few elements may have a small R by chance. So R, relative to the tensor's norm, is at least the median
+  over the run's tensors.
+- If C2 changes nothing at all, the tolerance follows from the unit roundoff of fp32.
+- If a hook or a tensor outside the model would see the scaled loss, the loss is not scaled, and C2 does not show
+  rounding to 16 bits. Then R is at least four times the unit roundoff of the precision.
+- If the model amplifies rounding until most digits of a gradient are lost, errors are no longer close to normal. R is
+  then the maximum over the steps.
 
-Losses and buffers. C2 moves them by another order of their sums. What C2 does not show is the rounding of activations
-in batches of another size. It is at most the unit roundoff u of the precision (2^-24 in fp32, 2^-9 in bf16) in relation
-to the number.
+Kinks. Rounding that moves the input of a ReLU across zero changes a gradient by more, but this is rare. So a difference
+is no fault if it affects only gradients, leaves half of their digits equal, and occurs in fewer than half of the steps.
+Real faults recur.
 
-Weights. Where a run updates from its own gradients (LBFGS, or a script without an optimizer), weights are judged by how
-far C2 moves them. Else each run of one process makes its update from the gradient of the run in question, and weights
-differ by the rounding of the update's own arithmetic alone: some ten operations on each element, and a norm of up to
-2^30 elements where gradients are clipped. OPERATIONS = 64 covers both.
+Losses and buffers. C2 shows the effect of a different order of the sums. It does not show how activations are rounded
+in batches of a different size. This effect is at most the unit roundoff u of the precision (2^-24 in fp32, 2^-9 in
+bf16), relative to the value.
+
+Weights. If a run updates from its own gradients (LBFGS, or a script without an optimizer), the tolerance of a weight is
+measured like that of a gradient. Otherwise each run of one process makes its update from the gradients of the subject
+run, and weights differ only by the rounding of the update's arithmetic: about ten operations per element, and with
+gradient clipping a norm of up to 2^30 elements. OPERATIONS = 64 times the unit roundoff covers both.
 """
 
 from __future__ import annotations
@@ -52,50 +55,50 @@ _TF32 = 2.0**-11
 
 @dataclass(frozen=True)
 class Difference:
-    """A quantity that is further apart than its tolerance."""
+    """A quantity with a difference above its tolerance."""
 
-    step: int  # in the whole run, from 0
+    step: int  # the number of the step in the whole run, from 0
     quantity: str  # one of differences.ORDER
-    name: str | None  # the parameter or the buffer
-    difference: float  # how far it is apart; NaN where that has no number
-    tolerance: float  # how far it may be apart
-    size: float = float("nan")  # the norm of what it differs from
+    name: str | None  # the parameter or buffer
+    difference: float  # the size of the difference; NaN if it has no number
+    tolerance: float  # the largest difference that rounding explains
+    size: float = float("nan")  # the norm of the reference
 
 
 class Tolerances:
-    """Tolerances from C and C2. Where one of them is missing: from unit roundoff alone."""
+    """The tolerances, measured on C and C2. If either run is missing, they follow from the unit roundoff alone."""
 
     def __init__(
         self, whole_batches: RunRecord | None, reversed_batches: RunRecord | None, precision: str, tf32: bool = False
     ) -> None:
         self._unit_roundoff = _TF32 if tf32 and precision == "fp32" else ROUNDOFF[precision]
-        # By the name of a tensor: R^2 of each step.
+        # The name of a tensor -> its squared distance between C and C2, for each step.
         self._moved: dict[str, list[float]] = {}
-        self._loss = 0.0  # the most by which rounding moves a loss
-        # How far rounding moves weights that a run updates from its own gradients, in relation to them.
+        self._loss = 0.0  # the largest effect of rounding on a loss
+        # Relative effect of rounding on weights that a run updates from its own gradients.
         self._updates: list[float] = []
-        # How far rounding moves a learning rate that the script computes, in relation to it.
+        # Relative effect of rounding on a learning rate that the script computes.
         self._rate = 0.0
-        self.enlarged = False  # the model enlarges rounding
-        shares: dict[str, list[float]] = {}  # by parameter: what C2 moves its gradient by, in relation to it
+        self.enlarged = False  # the model amplifies rounding
+        shares: dict[str, list[float]] = {}  # parameter -> the relative distance of its gradients in C and C2
         scaled = reversed_batches is not None and reversed_batches.ranks[0]["steps"][0]["scaled"]
         if whole_batches is not None and reversed_batches is not None:
             for step in range(min(whole_batches.steps, reversed_batches.steps)):
                 if not whole_batches.not_finite(step) and not reversed_batches.not_finite(step):
                     self._measure_step(whole_batches, reversed_batches, step, shares)
-        # Parameters whose gradient is rounding and little else: in most steps R is more than a tenth of it. They are
-        # judged by the model's largest gradient.
+        # Parameters with gradients that are mostly rounding: in most steps rounding is more than a tenth of the
+        # gradient's norm. Their tolerance is relative to the model's largest gradient.
         self.indeterminate = {name for name, found in shares.items() if median(found) > 0.1}
         middle = {name: median(found) for name, found in shares.items()}
         known = [share for name, share in middle.items() if name not in self.indeterminate]
-        # R in relation to a gradient: the median of the parameters that are not indeterminate.
+        # R relative to a gradient: the median of the parameters that are not indeterminate.
         self._typical = max(median(known) if known else 0.0, ROUNDOFF["fp32"] if scaled else 4 * self._unit_roundoff)
         self._of_all = median(middle.values()) if middle else 0.0
 
     def _measure_step(
         self, whole_batches: RunRecord, reversed_batches: RunRecord, step: int, shares: dict[str, list[float]]
     ) -> None:
-        """Add what C2 moves in one step."""
+        """Add the effects of rounding that C2 shows in one step."""
         ours, theirs = whole_batches.losses(step), reversed_batches.losses(step)
         self._loss = max([self._loss, *(abs(ours[c] - theirs[c]) for c in ours.keys() & theirs.keys())])
         rates = zip(whole_batches.learning_rates(step), reversed_batches.learning_rates(step), strict=False)
@@ -126,7 +129,7 @@ class Tolerances:
             self._moved.setdefault(name, []).append(norm(first[name].double() - second[name].double()) ** 2)
 
     def _moved_by_rounding(self, name: str) -> float:
-        """R of a tensor: how far C2 moves it."""
+        """R of a tensor: its distance between C and C2."""
         found = self._moved.get(name, [])
         if self.enlarged:
             return max(found, default=0.0) ** 0.5
@@ -134,39 +137,39 @@ class Tolerances:
 
     @property
     def rounding_only(self) -> bool:
-        """Whether C2 leaves most gradients half of their digits, as rounding does."""
+        """Whether most gradients agree in at least half of their digits in C and C2, as after mere rounding."""
         return self._of_all <= self._unit_roundoff**0.5
 
     def may_be_kinks(self, found: Sequence[Difference]) -> bool:
-        """Whether these differences of a step may come from rounding at a kink, if they are rare."""
+        """Whether rounding at a kink may explain these differences of a step, if they are rare."""
         return all(d.quantity == "gradient" and d.difference <= self._unit_roundoff**0.5 * d.size for d in found)
 
     def gradient(self, name: str, reference: Mapping[str, Tensor]) -> float:
-        """For the gradient of a parameter, whose reference is among these gradients."""
+        """The tolerance of the gradient of a parameter. reference: gradients by name."""
         size = norm(reference[name]) if name in reference else 0.0
         if name in self.indeterminate or not size:
             size = max(map(norm, reference.values()), default=0.0)
         return MARGIN * max(self._moved_by_rounding(name), self._typical * size)
 
     def buffer(self, name: str, reference: Tensor) -> float:
-        """For a buffer."""
+        """The tolerance of a buffer."""
         return MARGIN * max(self._moved_by_rounding(name), self._unit_roundoff * norm(reference))
 
     def update(self, name: str, reference: Tensor) -> float:
-        """For weights that each run has updated from its own gradients."""
+        """The tolerance of weights that each run updated from its own gradients."""
         typical = median(self._updates) if self._updates else 0.0
         return MARGIN * max(self._moved_by_rounding(f"after {name}"), typical * norm(reference))
 
     def noise(self, names: Iterable[str], reference: Mapping[str, Tensor]) -> float:
-        """The norm by which rounding moves these gradients together."""
+        """The norm of the effect of rounding on these gradients together."""
         return sum((self.gradient(name, reference) / MARGIN) ** 2 for name in names) ** 0.5
 
     def learning_rate(self, reference: float) -> float:
-        """For a learning rate."""
-        return max(2.0**-40, MARGIN * self._rate) * abs(reference)  # float64, by other ways
+        """The tolerance of a learning rate."""
+        return max(2.0**-40, MARGIN * self._rate) * abs(reference)  # 2^-40 covers float64 rounding
 
     def loss(self, reference: float) -> float:
-        """For a loss."""
+        """The tolerance of a loss."""
         return MARGIN * max(self._loss, self._unit_roundoff * abs(reference))
 
 

@@ -1,12 +1,11 @@
-"""Where two runs begin to differ, in the lines of the script. Pure.
+"""Find the first difference between the traces of two runs. Pure.
 
-The traces are those of verify/worker/script_tracer.py. A loss is followed back, in both runs at once: from the backward
-call, through the tensors that the loss was made from, to the first op whose result differs although its inputs are the
-same.
+The traces come from verify/worker/script_tracer.py. A loss is followed back in both runs at once, from the backward
+call through the ops that made the loss, to the first op with different results from equal inputs.
 
-- Runs with the same shards (`first_divergence`): inputs are the same where their numbers are.
-- A batch that is cut, and one that is whole (`first_mixing`): inputs are the same where each example has the same
-  numbers; and where a number for the whole batch is the mean of the parts' numbers, or their sum.
+- For runs with the same shards (`first_divergence`), inputs are equal if their recorded values are equal.
+- For a split batch and the whole batch (`first_mixing`), inputs are equal if each example has the same values in both.
+  A single value for the whole batch is equal if it is the mean or the sum of the parts' values.
 """
 
 from __future__ import annotations
@@ -37,14 +36,15 @@ RANDOM = {
 
 @dataclass(frozen=True)
 class Divergence:
-    """An event at which runs begin to differ."""
+    """The first event that differs between runs."""
 
     event: Event  # the event
-    # What differs there: "values"; "numbers" (given beside tensors); "path" (only one run has this event); "state" (a
-    # tensor made before this yield); "mean" (no mean, nor sum, of the parts'); "rows" (examples have other values).
+    # What differs. "values": the values of the result. "numbers": the arguments that are numbers. "path": only one run
+    # has this event. "state": an input that was made before this yield. "mean": the whole batch's value is neither the
+    # mean nor the sum of the parts' values. "rows": the values of some examples.
     how: str
-    also: Event | None = None  # an event that goes with it: where a statistic is used, for example
-    numbers: tuple[Sequence[float], Sequence[float]] = ((), ())  # the numbers given beside tensors, in both runs
+    also: Event | None = None  # a related event, such as the use of a statistic
+    numbers: tuple[Sequence[float], Sequence[float]] = ((), ())  # the number arguments, in both runs
     inputs: Sequence[Event] = ()  # the events that made its inputs
 
     @property
@@ -69,15 +69,15 @@ class ScriptTrace:
         return [event for event in self.events if event["k"] in kinds]
 
     def roots(self, step: int) -> list[Event]:
-        """The losses that were handed to backward calls in a step."""
+        """The losses that were passed to backward calls in a step."""
         return [event for event in self.events_of("root") if event["step"] == step]
 
     def at(self, number: int | None) -> Event | None:
-        """The event of this number; None where there is none."""
+        """The event with this number; None if there is none."""
         return None if number is None or not 0 <= number < len(self.events) else self.events[number]
 
     def inputs(self, event: Event) -> list[Event | None]:
-        """The events that made the inputs of an op; None for an input that no recorded op made."""
+        """The events that made the inputs of an op; None for an input that was not made by a recorded op."""
         return [self.at(number) for number in event.get("inputs", ())]
 
 
@@ -88,7 +88,7 @@ def load_traces(run: RunRecord) -> list[ScriptTrace]:
 
 
 def nearly_equal(a: Sequence[float], b: Sequence[float], within: float = 1e-9) -> bool:
-    """Whether the numbers are equal, in relation to the largest of them."""
+    """Whether two sequences are equal up to `within`, relative to their largest number."""
     if len(a) != len(b):
         return False
     scale = max((abs(x) for x in (*a, *b)), default=0.0)
@@ -96,7 +96,7 @@ def nearly_equal(a: Sequence[float], b: Sequence[float], within: float = 1e-9) -
 
 
 def first_unmatched(ours: ScriptTrace, theirs: ScriptTrace, *kinds: str, step: int | None = None) -> Divergence | None:
-    """The first event of these kinds that one run has and the other has not, or that has other values."""
+    """The first event of these kinds that only one run has, or that has different values."""
     mine = [e for e in ours.events_of(*kinds) if step is None or e["step"] <= step]
     other = [e for e in theirs.events_of(*kinds) if step is None or e["step"] <= step]
     for a, b in zip(mine, other, strict=False):
@@ -121,7 +121,7 @@ def _alike(a: Event, b: Event) -> bool:
 
 
 def first_divergence(ours: ScriptTrace, theirs: ScriptTrace, step: int) -> Divergence | None:
-    """Where the losses of a step diverge, of runs that compute the same shards."""
+    """The first difference in the losses of a step, for runs that compute the same shards."""
     mine, other = ours.roots(step), theirs.roots(step)
     for a, b in zip(mine, other, strict=False):
         if not _alike(a, b):
@@ -164,17 +164,17 @@ def _first_divergence(
 
 @dataclass(frozen=True)
 class BatchParts:
-    """One loss of the same batch: in parts, of several ranks or yields, and whole."""
+    """One loss of a batch, computed twice: in parts (on several ranks or in several yields), and whole."""
 
     parts: Sequence[tuple[ScriptTrace, Event]]  # (trace, the part's loss), for each part
     examples: Sequence[Sequence[int]]  # the indices of the examples in each part
     whole: tuple[ScriptTrace, Event]  # (trace, the loss) of the whole batch
     order: Sequence[int]  # the indices of the examples of the whole batch, in its order
-    within: float  # how far rounding may take numbers apart, in relation to them
+    within: float  # the relative difference that rounding explains
 
 
 def batch_parts(ours: RunRecord, whole: RunRecord, step: int, within: float) -> Iterator[BatchParts]:
-    """The losses of each backward call of a yield, where all parts have as many calls as the whole batch."""
+    """Yield the loss of each backward call, in parts and whole. Stop at a call that a part does not make."""
     theirs = load_traces(whole)
     if not theirs or step >= whole.steps:
         return
@@ -196,7 +196,7 @@ def batch_parts(ours: RunRecord, whole: RunRecord, step: int, within: float) -> 
 
 
 def first_mixing(cut: BatchParts) -> Divergence | None:
-    """Where a part's numbers stop being those of its examples in the whole batch."""
+    """Find the first op that gives the examples of a part different values than in the whole batch."""
     trace, root = cut.whole
     nodes = [t.at(own["of"]) for t, own in cut.parts]
     event = trace.at(root["of"])
@@ -208,7 +208,7 @@ def first_mixing(cut: BatchParts) -> Divergence | None:
 
 
 def _first_mixing(cut: BatchParts, nodes: Sequence[Any], event: Event, been: set[int]) -> Divergence | None:
-    """Where the numbers of `event` stop being made of those of the nodes, which are the same op in each part."""
+    """Find the first op, up to `event`, with values that do not follow from the parts. nodes: `event` in each part."""
     if id(event) in been:
         return None
     been.add(id(event))
@@ -238,7 +238,7 @@ def _first_mixing(cut: BatchParts, nodes: Sequence[Any], event: Event, been: set
     for place, outer in enumerate(event["outer"]):
         of_parts = [node["outer"][place] for node in nodes]
         if outer is not None and all(of_part is not None for of_part in of_parts):
-            # What is kept has its own size; a part of what the loader gave, of nodes or tokens, is smaller.
+            # State has the same size in each part and in the whole batch. A part of the loader's data is smaller.
             kept = outer["shape"] != "rows" and all(
                 of_part["shape"] != "rows" and of_part["size"] == outer["size"] for of_part in of_parts
             )
@@ -250,7 +250,7 @@ def _first_mixing(cut: BatchParts, nodes: Sequence[Any], event: Event, been: set
 
 
 def _relations(cut: BatchParts, nodes: Sequence[Any], event: Event) -> set[str]:
-    """How the parts' numbers make those of the whole batch: "rows", "mean", "sum", "same"; empty: not at all."""
+    """How the whole batch's values follow from the parts' values: some of "rows", "mean", "sum", "same"."""
     values = [node["values"] for node in nodes]
     if event["shape"] == "none" or any(node["shape"] == "none" for node in nodes):
         return {"rows", "mean", "sum", "same"}

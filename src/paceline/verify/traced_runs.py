@@ -1,8 +1,8 @@
-"""Further runs of a fault that was found, with the script's lines traced: which line it is, and what the line says.
+"""After a fault was found, make further runs with the script's lines traced, to find its line and correct its cause.
 
-L is the run in question once more. LD is the same, with each process told that it is the only one. LC is one process
-with whole batches. What differs between L and LD is there because the script asks for its rank or for the number of
-processes. Where the script asks and nothing differs, asking does no harm.
+L repeats the subject run. LD is L with rank 0 of 1 reported to each process. LC is one process with whole batches.
+If L and LD differ, the script uses its rank or world size. If they do not differ, a script that reads its rank or world
+size does no harm with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.verify.runs import SINGLE, Runs
 from paceline.verify.tolerances import ROUNDOFF, Difference, Tolerances
 from paceline.verify.trace_diff import RANDOM, batch_parts, load_traces, place_of
 
-# Causes that follow from how the gradients of the parts are related to that of the whole batch.
+# Causes that are found by comparing the gradients of the parts with the gradient of the whole batch.
 _CAUSES_BY_PARTS = {
     "mean-of-means",
     "in-batch-loss",
@@ -41,8 +41,8 @@ class FaultLocator:
     """Finds the line of a fault.
 
     Args:
-        ours: A, the run in question.
-        whole: C, where the difference is one of A and C.
+        ours: A, the subject run.
+        whole: C, if the difference is between A and C.
         dropout_off: whether the traced runs have dropout off.
     """
 
@@ -50,9 +50,9 @@ class FaultLocator:
         self._runs, self._subject, self._whole_batches, self._dropout_off = runs, ours, whole, dropout_off
         self._traced: RunRecord | None = None  # L
         self._traced_alone: RunRecord | None = None  # LD
-        self._depends_on_rank = False  # whether the fault is gone in LD
+        self._depends_on_rank = False  # whether the fault is missing in LD
         self._made = False  # whether L and LD have been made
-        self._why_not_traced: str | None = None  # the error that L ended in
+        self._why_not_traced: str | None = None  # the error of L
 
     def _make_traced_runs(self, step: int) -> None:
         """Make L and LD, once."""
@@ -61,36 +61,36 @@ class FaultLocator:
         self._made = True
         processes = self._runs.start.processes
         how: dict[str, Any] = {"trace_from": step, "steps": step + 1, "dropout_off": self._dropout_off}
-        self._why_not_traced = self._runs.run("L", **how)  # it may end in the error that the run in question ended in
+        self._why_not_traced = self._runs.run("L", **how)  # L may end with the same error as the subject run
         self._traced = self._runs.load("L", processes)
         if processes > 1:
-            self._runs.run("LD", told_alone=True, **how)
+            self._runs.run("LD", rank_0_of_1=True, **how)
             self._traced_alone = self._runs.load("LD", processes)
-        # A run whose ranks differ before the first step has traces and no steps.
+        # If ranks differ before the first step, the run has traces but no steps.
         made = (run for run in (self._traced, self._traced_alone) if run is not None)
         self._runs.recorded |= {run.name for run in made if load_traces(run)}
 
-    def add_told_alone(self, known: Evidence, tolerances: Tolerances) -> Evidence:
-        """The evidence, with LD: it shows whether the difference is there because the script asks."""
+    def add_rank_0_of_1(self, known: Evidence, tolerances: Tolerances) -> Evidence:
+        """Add LD to the evidence: it shows whether the difference comes from the rank or the world size."""
         step = known.step
         self._make_traced_runs(step)
-        lines, told = self._traced, self._traced_alone
-        if lines is None or told is None or min(lines.steps, told.steps) <= step:
+        lines, alone = self._traced, self._traced_alone
+        if lines is None or alone is None or min(lines.steps, alone.steps) <= step:
             return known
         reference = known.without_dropout if self._dropout_off else known.subject
-        again, apart = (
+        again, changed = (
             [d for k in range(step + 1) for d in differences(reference, run, known.subject, tolerances, k)]
-            for run in (lines, told)
+            for run in (lines, alone)
         )
         same = {(d.step, d.quantity) for d in again}
-        apart = [d for d in apart if (d.step, d.quantity) not in same]
-        self._depends_on_rank = bool(apart)
-        if apart and known.same_shards is None and known.told_alone is None and not known.by_cutting:
-            known = replace(known, by_distributing=apart)
-        return replace(known, told_alone=told, by_asking=apart)
+        changed = [d for d in changed if (d.step, d.quantity) not in same]
+        self._depends_on_rank = bool(changed)
+        if changed and known.same_shards is None and known.rank_0_of_1 is None and not known.by_splitting:
+            known = replace(known, by_distributing=changed)
+        return replace(known, rank_0_of_1=alone, by_rank_queries=changed)
 
     def locate(self, answer: Answer, found: Sequence[Difference]) -> Answer:
-        """The answer with its line; and with another cause, where the line shows another one."""
+        """Add the line to the answer, and correct the cause if the line shows a different cause."""
         first = found[0]
         if answer.cause in _WITHOUT_LINE:
             return answer
@@ -98,14 +98,15 @@ class FaultLocator:
         lines = self._traced
         if lines is None:
             if self._why_not_traced is not None:
-                answer.notes.append(claim_without(f"its lines could not be watched: {self._why_not_traced}", "L"))
+                why = f"the script's lines could not be traced: {self._why_not_traced}"
+                answer.notes.append(claim_without(why, "L"))
             return answer
         if self._traced_alone is not None and cause_from_ranks(self._subject) is not None:
             self._depends_on_rank = cause_from_ranks(self._traced_alone) is None
         if (hooked := self._locate_hook(answer, found, lines)) is not None:
             return hooked
         fault = Fault(answer.cause or "unknown", first.quantity, first.name, first.step)
-        told = load_traces(self._traced_alone) if self._traced_alone is not None and self._depends_on_rank else []
+        alone = load_traces(self._traced_alone) if self._traced_alone is not None and self._depends_on_rank else []
         parts, of_parts = [], None
         cut = self._whole_batches is not None and first.quantity in ("loss", "gradient", "buffers", "data")
         if cut and not self._depends_on_rank:
@@ -115,12 +116,12 @@ class FaultLocator:
                 precision = lines.ranks[0]["precision"]
                 within = 64 * ROUNDOFF[precision] ** (1 if precision == "fp32" else 0.8)
                 parts = list(batch_parts(lines, of_parts, first.step, within))
-        where = find_line(fault, load_traces(lines), told, parts)
+        where = find_line(fault, load_traces(lines), alone, parts)
         if where is None and answer.cause == "state-outside":
             where = state_line(first.step, load_traces(lines))
         if where is None:
             return answer
-        runs = [lines, *([self._traced_alone] if told and self._traced_alone is not None else [])]
+        runs = [lines, *([self._traced_alone] if alone and self._traced_alone is not None else [])]
         runs += [of_parts] if of_parts is not None else []
         self._correct_cause(answer, where, runs)
         if answer.cause == "state-outside" and (state := state_line(first.step, load_traces(lines))) is not None:
@@ -128,8 +129,8 @@ class FaultLocator:
         return _add_line(answer, where, runs)
 
     def _locate_hook(self, answer: Answer, found: Sequence[Difference], lines: RunRecord) -> Answer | None:
-        """The answer where losses are alike, gradients are not, and the script has put a hook on a gradient."""
-        # A hook sees a gradient times the weight of a part, which looks like these causes.
+        """The answer if losses agree, gradients do not, and the script has registered a hook on a gradient."""
+        # A hook gets a part's gradient, times the part's weight. So its effect looks like one of these causes.
         may_be = {*_CAUSES_BY_PARTS, "state-outside", "control-by-rank"}
         hooks = [e for trace in load_traces(lines) for e in trace.events_of("hook") if e["name"] in HOOKS_ON_GRADIENTS]
         hooks = [e for e in hooks if e["step"] <= found[0].step]
@@ -138,15 +139,16 @@ class FaultLocator:
             return None
         where = FaultLine(place_of(hooks[-1]))
         sentence = (
-            "the losses are alike and the gradients are not, and the script has put a hook on a gradient: it acts on "
-            "what each part of the batch gives, before that is combined"
+            "the losses are equal but the gradients are not, and the script has a hook on a gradient: the hook acts on "
+            "the gradient of each part of the batch before these are combined"
         )
-        remedy = "Change gradients after the last backward of a global batch, when .grad is the mean over it."
+        remedy = "Change gradients after the last backward of a global batch: .grad is then the mean over it."
         _set_cause(answer, "clipped-early", sentence, remedy, [lines])
         return _add_line(answer, where, [lines])
 
     def locate_chance(self, answer: Answer, step: int) -> Answer:
-        """The answer about a program that is not the same twice: where two runs of one process diverge."""
+        """Add the line of the first difference of two equal runs to an answer about a program that is not
+        deterministic."""
         if not self._runs.may_trace:
             return answer
         how = {"dropout_off": True, "whole_batches": True, "trace_from": step, "steps": step + 1}
@@ -161,30 +163,33 @@ class FaultLocator:
         return answer if where is None else _add_line(answer, where, [first, second])
 
     def _correct_cause(self, answer: Answer, where: FaultLine, runs: Sequence[RunRecord]) -> None:
-        """Replace the cause where the event at the line shows another one."""
+        """Replace the cause if the event at the line shows a different cause."""
         found = where.found
         if found is None:
             return
         kind, name = found.event["k"], found.event["name"]
         drawn = kind == "seed" or (kind == "op" and name in RANDOM and found.how == "values")
         if where.asks and answer.cause == "control-by-rank" and drawn and answer.quantity in ("data", "loss"):
-            sentence = "random numbers are drawn by the rank, or by the number of processes"
+            sentence = "random draws depend on the rank or on the number of processes"
             remedy = (
-                "Draw from torch's default generator, as it is seeded: for each shard of each step, and each example."
+                "Draw from torch's default generator without seeding it: Paceline seeds it for each shard and example."
             )
             _set_cause(answer, "other-random-numbers", sentence, remedy, runs)
         elif where.asks and answer.cause in ("other-random-numbers", *_CAUSES_BY_PARTS) and not drawn:
-            sentence = "a setting, or a number, of the script depends on the rank or on the number of processes"
-            _set_cause(answer, "control-by-rank", sentence, "Set it alike on every rank and for every number.", runs)
+            sentence = "a setting or a number of the script depends on the rank or on the number of processes"
+            _set_cause(answer, "control-by-rank", sentence, "Use the same value on every rank and world size.", runs)
         elif not where.asks and answer.cause in (*_CAUSES_BY_PARTS, "control-by-rank") and found.how == "state":
             _set_cause(answer, "state-outside", STATE, STATE_REMEDY, runs)
         elif not where.asks and answer.cause in _CAUSES_BY_PARTS and found.how == "numbers":
             given, whole = found.numbers
             sentence = (
-                f"an op is given {_numbers(given)} with a part of the batch, and {_numbers(whole)} with the whole: the "
-                "script computes with the size of what it is given, or with how many parts there were"
+                f"an operation gets {_numbers(given)} for a part of the batch and {_numbers(whole)} for the whole: the "
+                "script uses the size of its input, or the number of parts"
             )
-            remedy = "Count in updates, and leave sizes out: Paceline weighs each part by its examples."
+            remedy = (
+                "Count updates instead, and do not use the size of the input: Paceline weights each part by its number "
+                "of examples."
+            )
             _set_cause(answer, "depends-on-shard-size", sentence, remedy, runs)
 
 
@@ -211,6 +216,6 @@ def _add_line(answer: Answer, where: FaultLine, runs: Sequence[RunRecord]) -> An
 
 
 def _short(file: str) -> str:
-    """The path from the current directory, where the file lies below it."""
+    """The path relative to the current directory, if the file is below it."""
     near = os.path.relpath(file)
     return file if near.startswith("..") else near

@@ -1,18 +1,23 @@
-"""paceline verify: is it the same model? Runs of one script, compared step by step.
+"""paceline verify: is it the same model? Runs one script several times and compares the runs step by step.
 
-1. A, the run in question, leaves the state that each step starts from.
-2. Other runs make each step again from that state: C, one process that computes each global batch whole, with dropout
-   off; C2, the same with each batch in reverse order and with other roundings, for the tolerances (tolerances.py); B,
-   one process that computes the same shards one after the other; A0, A with dropout off, where A draws numbers.
-3. The answer: the first step in which the runs differ, what differs first (decision.py), why (cause_rules.py), and in
-   which line of the script (traced_runs.py).
+1. A, the subject run, saves the state at the start of each step.
+2. The reference runs repeat each step from that state:
+   - C: one process computes each global batch whole, with dropout off.
+   - C2: C with each batch in reverse order and with different rounding, for the tolerances (tolerances.py).
+   - B: one process computes the same shards in sequence.
+   - A0: A with dropout off, if A draws random numbers.
+3. The answer: the first step with a difference, the first quantity that differs (decision.py), the cause
+   (cause_rules.py) and its line in the script (traced_runs.py).
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
+from typing import Any
 
+from paceline.doctor.doctor_command import DoctorOptions, examine
+from paceline.doctor.findings import MODEL
 from paceline.errors import SettingError, printable
 from paceline.launcher import streams
 from paceline.launcher.checks import device_count
@@ -25,26 +30,30 @@ from paceline.trials.trial import check_script, launch_trial, plan_trial, quiet_
 from paceline.verify.decision import decide
 from paceline.verify.runs import Runs, VerifyOptions, describe_run
 
+PLAIN_WORKER = "paceline.verify.plain_worker.rank_program"
+
 
 def verify(options: VerifyOptions) -> int:
-    """Print the answer and write the file. Return SAME, DIFFERENT or UNKNOWN; or 128 + n for signal n.
+    """Make the runs, print the answer, and write the JSON file.
+
+    Returns SAME, DIFFERENT or UNKNOWN, or 128 + n if signal n ended the command.
 
     Raises:
-        LaunchError, SettingError: what cannot work.
+        LaunchError, SettingError: the command cannot work.
     """
     if options.steps < 1:
-        raise SettingError(f"--steps {options.steps}: at least 1 is needed.")
+        raise SettingError(f"--steps {options.steps}: give at least 1.")
     if options.deadline <= 0:
-        raise SettingError(f"--deadline {options.deadline:g}: give seconds, above 0, such as 300.")
+        raise SettingError(f"--deadline {options.deadline:g}: give a number of seconds above 0, such as 300.")
     if options.json_file is not None:
         check_writable(options.json_file)
     check_script(options.script)
     nproc = count_processes(options.nproc, available_cores(), device_count)
     if nproc < 2:
-        raise SettingError(f"--nproc {nproc}: one process is what others are compared with. Give at least 2.")
+        raise SettingError(f"--nproc {nproc}: verify compares several processes with one. Give at least 2.")
     with tempfile.TemporaryDirectory(prefix="paceline-") as folder, Interrupts() as interrupts:
         runs = LaunchedRuns(options, nproc, folder, interrupts)
-        plan_trial(options.script, runs.start, runs.length)  # what can be seen before anything starts
+        plan_trial(options.script, runs.start, runs.length)  # raise errors before anything starts
         try:
             answer = decide(runs)
         except Stopped as stopped:
@@ -57,7 +66,7 @@ def verify(options: VerifyOptions) -> int:
 
 
 class LaunchedRuns(Runs):
-    """Runs in fresh processes."""
+    """Runs that are launched in fresh processes."""
 
     def __init__(self, options: VerifyOptions, nproc: int, folder: str, interrupts: Interrupts) -> None:
         super().__init__(options, nproc, folder, device_count)
@@ -68,4 +77,16 @@ class LaunchedRuns(Runs):
         strategy = f" ({start.strategy})" if start.strategy is not None else ""
         streams.write(sys.stderr, f"{name}: {describe_run(name)}{strategy} ...\n")
         with quiet_output() as output:
-            return launch_trial(self.options.script, start, self.length, spec, self._interrupts, output, tidy=True)
+            worker = PLAIN_WORKER if self.plain else None
+            return launch_trial(
+                self.options.script, start, self.length, spec, self._interrupts, output, tidy=True, worker=worker
+            )
+
+    def find_fault(self) -> dict[str, Any] | None:
+        streams.write(sys.stderr, "doctor: the script, watched by paceline doctor ...\n")
+        script = self.options.script
+        options = DoctorOptions(
+            script.path, script.args, self.nproc, script.module, self.options.steps, self.options.deadline
+        )
+        found = [finding for finding in examine(options, self._interrupts) if finding.about.kind == MODEL]
+        return found[0].as_json() if found else None

@@ -1,13 +1,13 @@
 """Time in communication, from torch's profiler.
 
-An operation of communication is what a backend's process group reports as such. On the CPU it is the span from the
-start to the end of an operation on gloo's own threads, of an exchange over Unix sockets (comm/neighbours.py), or of a
-sum in shared memory that autograd's thread makes; on an accelerator it is a kernel of NCCL, or what XCCL's group
-annotates. It includes waiting for ranks that come later. The exposed part is the time in which this process computed
-nothing: no operator of torch ran on the CPU, or no other kernel on the accelerator.
+On the CPU, a communication operation is an operation on gloo's threads, an exchange over Unix sockets
+(comm/neighbours.py), or a sum in shared memory. On an accelerator, it is an NCCL kernel, or a span annotated by XCCL.
+Its time includes waiting for ranks that arrive later. The exposed part is the time in which this process computes
+nothing: no torch operator runs on the CPU, or no other kernel on the accelerator.
 
-The profiler draws a range that was annotated on the host (record_function: a script's own, NCCL's "nccl:all_reduce",
-FSDP's) on the accelerator's timeline too, around the kernels that were launched in it. Such a range is no work.
+Ranges annotated on the host (record_function in the script, NCCL's "nccl:all_reduce", FSDP's) also appear on the
+accelerator's timeline, around the kernels launched in them. Such a range counts as neither communication nor
+computation.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _NO_KERNELS = ("Memcpy", "Memset", "ProfilerStep", "Optimizer.", "DistributedDat
 class CommunicationTime(NamedTuple):
     """Time in communication, over all profiled steps."""
 
-    operations: int  # how many operations there were
-    seconds: float  # in communication
-    exposed: float  # of these, seconds in which nothing was computed
+    operations: int  # number of operations
+    seconds: float  # seconds in communication
+    exposed: float  # of these, seconds without computation
 
 
 class CommunicationProfile:
@@ -47,7 +47,7 @@ class CommunicationProfile:
         self._profiler.start()
 
     def begin_counting(self) -> None:
-        """Count only what comes after this call."""
+        """Ignore everything before this call."""
         self._wait()
         with torch.profiler.record_function(_MARK):
             pass
@@ -66,10 +66,10 @@ class CommunicationProfile:
 
 
 def communication_time(events: Iterable[Any], accelerated: bool) -> CommunicationTime:
-    """Sum up the profiler's events.
+    """Add up the time in communication from the profiler's events.
 
     Args:
-        events: each has a name, a device_type, a time_range in microseconds, and whether it is a user annotation.
+        events: each has a name, a device_type, a time_range in microseconds, and the flag is_user_annotation.
         accelerated: whether this process computes on an accelerator.
     """
     talking: list[Span] = []
@@ -90,7 +90,7 @@ def communication_time(events: Iterable[Any], accelerated: bool) -> Communicatio
 
 
 def union(spans: Sequence[Span]) -> list[Span]:
-    """The same points in time, as spans in order that do not touch."""
+    """Merge spans: return sorted spans that do not touch, and cover the same time."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -101,7 +101,7 @@ def union(spans: Sequence[Span]) -> list[Span]:
 
 
 def overlap(first: Sequence[Span], second: Sequence[Span]) -> float:
-    """For how long both were at once. Each is as `union` returns it."""
+    """The total time that both lists of spans cover. Both lists are results of `union`."""
     total, i, j = 0.0, 0, 0
     while i < len(first) and j < len(second):
         total += max(0.0, min(first[i][1], second[j][1]) - max(first[i][0], second[j][0]))

@@ -1,18 +1,17 @@
 """The probe: it measures a run and ends its script.
 
-A step is one global
-batch: it begins with the first micro-batch that a training loader yields after an update, and ends with the last
-`run.step` that acts on it. The phases, in steps:
+A step is one global batch. It begins with the first micro-batch that a training loader yields after an update, and ends
+with the last `run.step` for this batch. The phases of a trial:
 
 1. The first `warmup` steps are not timed.
-2. The other steps, up to `steps`, are timed. The losses of all these steps are kept.
-3. PROFILED_STEPS more steps run under torch's profiler, which tells the time in communication. The first of them is
-   not counted: in it the ranks wait for the rank whose profiler was last to start.
-4. Each rank writes its record. Then TrialEnded, a SystemExit, ends its script: `finally` and exit functions run.
+2. The other steps, up to `steps`, are timed. The losses of all steps in phases 1 and 2 are recorded.
+3. PROFILED_STEPS more steps run under torch's profiler, which measures the time in communication. The first of these
+   steps is not counted, because ranks wait in it until the profiler has started on every rank.
+4. Each rank writes its record. Then TrialEnded, a SystemExit, ends the script: `finally` blocks and exit functions run.
 
-A step's time runs from the end of the step before it. Where an epoch or an evaluation lies between the two, the time
-runs from the moment at which the step's data were asked for. On an accelerator both ends are events in its stream.
-They are read at the end of the trial, so that nothing waits for the device that would not wait otherwise.
+The time of a step starts at the end of the previous step. If an epoch ends or an evaluation runs in between, it starts
+when the step's data are requested. On an accelerator the start and the end are events in its stream. They are read at
+the end of the trial, so that measuring adds no wait for the device.
 """
 
 from __future__ import annotations
@@ -46,48 +45,47 @@ class _Step:
     """One step."""
 
     epoch: int
-    number: int  # of the step in its epoch
+    number: int  # the number of the step in its epoch
     total: int  # examples of the global batch
     began: Any  # when it began: seconds, or an event of the accelerator
-    waited_before: float  # seconds that all training loaders had waited when the step before it ended
+    waited_before: float  # seconds that all training loaders had waited at the end of the previous step
     unseen: float  # seconds waited for this step's data before `began`
-    window: Window  # its losses
+    window: Window  # the losses of the step
     parts: list[tuple[int, int, int]] = field(default_factory=list)  # (shard, micro-batch, examples) of each yield
-    ended: Any = None  # when it ended, as `began`
-    waited: float = 0.0  # seconds that all training loaders had waited when it ended
+    ended: Any = None  # when it ended, in the form of `began`
+    waited: float = 0.0  # seconds that all training loaders had waited at its end
 
 
 class Probe(StepObserver):
-    """Observes a run from its start."""
+    """Observes a run from its start to its end."""
 
     def __init__(self, run: Run, parts: RunParts, spec: TrialSpec) -> None:
         self._run, self._parts, self._spec = run, parts, spec
         self._accelerated = run.device.type != "cpu"
         self._loaders: list[Loader] = []
-        self._steps: list[_Step] = []  # those that are complete
+        self._steps: list[_Step] = []  # complete steps
         self._current: _Step | None = None
-        self._counted_loader: Loader | None = None  # whose batches are the step's examples, where several take part
-        self._disturbed = True  # something came between the last step and the next
-        self._traffic: list[Traffic | None] = []  # when timing began and when it ended
+        self._counted_loader: Loader | None = None  # the loader that counts the examples of the current step
+        self._disturbed = True  # whether an evaluation, a save or a new phase came after the last step
+        self._traffic: list[Traffic | None] = []  # at the start and at the end of timing
         self._memory: tuple[int, str] | None = None
         self._profile: CommunicationProfile | None = None
         self._start_up: float | None = None
         self._written = False
-        # Draws are looked for in one process that computes one piece at a time, and before any step is timed.
-        plan = parts.strategy.plan
-        self._sees_draws = run.world.size == 1 and parts.noise is None and not (plan.bundled or plan.whole_shards)
+        # Draws are detected before any step is timed, and only in a single process that computes one piece at a time.
+        self._sees_draws = run.world.size == 1 and parts.noise is None and not parts.runs_closure
         self._draws = False  # whether the model or the loss has drawn random numbers
         self._generators: list[torch.Tensor] = []  # the states of torch's generators after the last yield
-        parts.stepper.losses = []  # the monitor is told to be quiet, and leaves them
+        parts.stepper.losses = []  # for this probe: the monitor is switched off
 
-    # --- what the run tells
+    # --- events of the run
 
     def before_loader(self, dataset: Any, options: dict[str, Any]) -> None:
         if self._spec.global_batch is not None and options["train"]:
             if options.get("batch_sampler") is not None:
                 raise SettingError(
-                    f"--global-batch {self._spec.global_batch}: the script's training loader has a batch_sampler of "
-                    "its own, which says how large a global batch is. Leave --global-batch out."
+                    f"--global-batch {self._spec.global_batch}: the script's training loader has a batch_sampler, "
+                    "which determines the global batch. Leave out --global-batch."
                 )
             options["global_batch"] = self._spec.global_batch
 
@@ -116,7 +114,7 @@ class Probe(StepObserver):
         if acted and self._current is not None:
             now = self._current
             now.ended, now.waited = self._timestamp(), self._seconds_waited()
-            losses = self._parts.stepper.losses  # taken out before the script can change them
+            losses = self._parts.stepper.losses  # read now, before the script can change them
             if losses:
                 now.window.add_losses(losses)
                 losses.clear()
@@ -128,7 +126,7 @@ class Probe(StepObserver):
     def before_backward(self, losses: tuple[Tensor, ...]) -> float:
         if losses and self._generators and self._looks_for_draws():
             self._draws |= not _alike(self._generators, _generator_states(self._run.device))
-        self._generators = []  # the backward may seed them anew; a closure's draws are seen around the closure
+        self._generators = []  # the backward may seed the generators; `closure` detects a closure's draws
         return 1
 
     def closure(self, loss_fn: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -147,7 +145,7 @@ class Probe(StepObserver):
         self._disturbed = True
 
     def before_close(self) -> None:
-        with contextlib.suppress(OSError):  # at exit; the launcher sees that there is no record
+        with contextlib.suppress(OSError):  # at exit; the launcher will report that there is no record
             self._write_record()
 
     # --- steps
@@ -166,7 +164,7 @@ class Probe(StepObserver):
         self._current = _Step(request.epoch, request.step, request.total, began, waited, unseen, window)
 
     def _complete_step(self) -> None:
-        """The current step, if there is one, is over: the next step has begun. Change the phase where it is time."""
+        """Complete the current step, if any, before the next step begins. Start the next phase if it is due."""
         if self._current is None:
             return
         self._keep_finished_step()
@@ -209,7 +207,7 @@ class Probe(StepObserver):
     # --- the record
 
     def _write_record(self) -> None:
-        """Write what there is, once: a script may end before its trial does, and a server makes no step at all."""
+        """Write the record, once. The script may have ended before the trial, and a server makes no steps."""
         if self._written:
             return
         self._written = True
@@ -222,12 +220,11 @@ class Probe(StepObserver):
         if self._profile is not None:
             communication = self._profile.stop()
             if len(self._steps) < self._spec.steps + PROFILED_STEPS:
-                communication = None  # the ranks may have made unequally many
+                communication = None  # the ranks may have made different numbers of steps
         counted = self._steps[self._spec.steps + 1 :]
         memory = self._memory or peak_memory(self._run.device)
         steps = self._steps[: self._spec.steps]
         moved = [counted for counted in self._traffic if counted is not None]
-        plan = self._parts.strategy.plan
         record = {
             "rank": self._run.world.rank,
             "device": str(self._run.device),
@@ -238,7 +235,7 @@ class Probe(StepObserver):
             "bytes_received": moved[1].received - moved[0].received if len(moved) == 2 else None,
             "communication": None if communication is None else communication._asdict(),
             "profiled_seconds": sum(self._step_seconds(step) for step in counted),
-            "dealt": 0 if plan.in_step else plan.shards,
+            "chunks": self._parts.chunks,
             "parameter_bytes": sum(p.nbytes for model in self._parts.models for p in model.parameters()),
             "traits": self._traits(),
             "steps": [self._step_record(step, number >= self._spec.warmup) for number, step in enumerate(steps)],
@@ -253,7 +250,7 @@ class Probe(StepObserver):
         normalised = any(isinstance(layer, _BATCH_NORMS) for model in self._parts.models for layer in model.modules())
         found = {
             DRAWS: self._draws,
-            NOT_IN_STEP: strategy.mesh.independent or not strategy.plan.in_step,
+            NOT_IN_STEP: not self._parts.in_step,
             BATCH_NORM_PER_SHARD: normalised and run.settings.batch_norm == "shard" and strategy.plan.shards > 1,
         }
         return [trait for trait, has in found.items() if has]
@@ -272,7 +269,7 @@ class Probe(StepObserver):
 
 
 def _generator_states(device: torch.device) -> list[torch.Tensor]:
-    """The states of torch's generators, of the CPU and of the device."""
+    """The states of torch's generators, on the CPU and on the device."""
     state = generators.get_state(device)
     return [state[key] for key in ("torch", "device") if key in state]
 

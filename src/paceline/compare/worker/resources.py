@@ -1,4 +1,4 @@
-"""What a process has used: memory at its peak, and bytes sent over the network."""
+"""The resources that a process has used: peak memory, and bytes sent over the network."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import NamedTuple
 import torch
 
 # Offsets in struct tcp_info of linux/tcp.h (Linux 4.19 and later): tcpi_bytes_received, tcpi_bytes_sent and
-# tcpi_bytes_retrans. All count the payload without headers. The second counts again what had to be sent again, which
-# depends on the network's load and not on the strategy: the third is taken off.
+# tcpi_bytes_retrans. All count the payload without headers. tcpi_bytes_sent includes retransmissions, which depend on
+# the network's load and not on the strategy, so tcpi_bytes_retrans is subtracted.
 _RECEIVED, _SENT, _SENT_AGAIN = 128, 200, 208
 _TCP_INFO_BYTES = 256
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:
-    """(bytes, what they count).
+    """(peak bytes of this process, their kind).
 
-    "allocated", on an accelerator that counts it: the most that tensors took up on any one device of this process.
-    "resident", elsewhere: the most of the machine's memory that the process had.
+    "allocated" (accelerators with memory statistics): memory of tensors, on the device with the highest peak.
+    "resident" (otherwise): resident memory of the process.
     """
     module = torch.get_device_module(device.type) if device.type != "cpu" else None
     if module is not None and hasattr(module, "max_memory_allocated"):
         return max(int(module.max_memory_allocated(index)) for index in range(module.device_count())), "allocated"
     try:
-        with open("/proc/self/status") as file:  # getrusage would count the launcher's memory before exec as well
+        with open("/proc/self/status") as file:  # getrusage would include the launcher's memory before exec
             found = [line.split()[1] for line in file if line.startswith("VmHWM:")]
         return int(found[0]) * 1024, "resident"
     except (OSError, IndexError):
@@ -37,16 +37,16 @@ def peak_memory(device: torch.device) -> tuple[int, str]:
 
 
 class Traffic(NamedTuple):
-    """Bytes over all TCP connections that a process has open, since each connection was opened."""
+    """Payload bytes of a process over all its open TCP connections, each counted since it was opened."""
 
     sent: int
     received: int
 
 
 def traffic() -> Traffic | None:
-    """The traffic of this process; None where the kernel does not tell.
+    """The traffic of this process; None if the kernel does not report it.
 
-    It is read from each connection. The interface's counters would count what every other program sends as well.
+    The bytes are read from each connection, since the network interface's counters would include other programs.
     """
     sent = received = 0
     try:
@@ -64,7 +64,7 @@ def traffic() -> Traffic | None:
 
 
 def _tcp_info(descriptor: str) -> bytes | None:
-    """The kernel's figures of a connection; None where the descriptor is no TCP connection, or is closed by now."""
+    """The kernel's struct tcp_info of a connection; None if the descriptor is closed or is not a TCP connection."""
     try:
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
             return None

@@ -1,20 +1,20 @@
-"""Recorders: what a script does, seen from its own processes without reading its source.
+"""Recorders: log what a script does, from inside its processes and without reading its source.
 
-A recorder patches functions of torch (paceline/observe/patching.py). A patched function passes its arguments and its
-result on unchanged, and starts no communication. Each rank records its events in order in a file of its own
-(paceline/observe/event_log.py); rules/ interprets them.
+A recorder patches functions of torch (paceline/observe/patching.py). A patched function passes its arguments and result
+through unchanged, and starts no communication. Each rank writes its events in order to a file
+(paceline/observe/event_log.py). rules/ interprets them.
 
-shared_state.py         what the recorders know of each other
-call_context.py         the names by which the script or a library chooses what it sends
-loader_recorder.py      DataLoaders: indices and digests of the examples, time waited for them
+shared_state.py         the state that the recorders share
+call_context.py         the lines and names by which a script or a library chooses the data of a call
+loader_recorder.py      DataLoaders: indices and digests of the examples, time spent waiting for them
 model_recorder.py       DistributedDataParallel, forward passes, batch norm, training mode
-fsdp_recorder.py        FullyShardedDataParallel, fully_shard, what an optimizer computes of shards
+fsdp_recorder.py        FullyShardedDataParallel, fully_shard, an optimizer's operations on shards
 step_recorder.py        backward, optimizers, schedulers, clipping, GradScaler
 draw_recorder.py        random numbers of the training loop, seeds
 replica_recorder.py     samples of weights, gradients and optimizer state at some steps
-loss_graph.py           what a loss is, and the terms that it adds up, by its graph
+loss_graph.py           the kind and the terms of a loss, from its autograd graph
 collective_recorder.py  torch.distributed's collectives, each recorded before it begins
-variable_recorder.py    the numbers in the script's variables after an evaluation's loop
+variable_recorder.py    the numbers in the script's variables after an evaluation loop
 output_recorder.py      printed, logged and written output; checkpoints
 host_sync_recorder.py   calls that wait for the device; threads and cores
 """
@@ -30,10 +30,11 @@ from paceline.observe.script_stack import ScriptStack, module_files
 
 
 def install(order: dict[str, Any], kind: str, script: str) -> EventLog:
-    """Patch torch, once, as soon as it has been imported.
+    """Patch torch. Call it once, as soon as torch has been imported.
 
     Args:
-        order: "directory", where the files go, and "steps", after how many optimizer steps the script ends, or None.
+        order: "directory": the folder of the log files. "steps": end the script after this number of optimizer steps;
+            None: let it finish.
         kind: "script" or "module".
         script: the path of the script, or the module's name.
     """

@@ -1,7 +1,7 @@
-"""How the data of the current call were chosen: the line, and the names by which the script or a library chooses.
+"""The lines and names by which a script or a library chooses the data of a call.
 
-A library that is given several values under names (Lightning's self.log, a dict to Accelerate's reduce) sends them from
-one line of the script and one of its own; only the names tell the calls apart.
+A library that gets several values under names (Lightning's self.log, a dict for Accelerate's reduce) sends them from
+one line of the script and one line of the library. Only the names distinguish these calls.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from typing import Any
 from paceline.observe.script_stack import Owner, ScriptStack
 from paceline.observe.source import holds, names_in, statement_at
 
-_MAX_LINES, _MAX_FRAMES = 8, 24  # of the script; of the library that makes a call
-_MAX_LENGTH, _MAX_NAMES = 60, 24  # of a name; names of one call
+_MAX_LINES, _MAX_FRAMES = 8, 24  # lines of the script; frames of the calling library
+_MAX_LENGTH, _MAX_NAMES = 60, 24  # characters of a name; names of one call
 
 
 @dataclass(frozen=True)
 class Choice:
-    """By what a statement chooses the data of its call."""
+    """How a statement chooses the data of its call."""
 
-    sent: str = ""  # text of the first argument of its call
-    # The names in the statement, and those that a loop around it binds, if the statement uses one of them or a value
-    # that is made from one.
+    sent: str = ""  # the text of the first argument of the call
+    # The names in the statement. If the statement uses a variable of a surrounding loop (or a value computed from one),
+    # also all variables of that loop.
     names: frozenset[str] = frozenset()
-    indices: frozenset[str] = frozenset()  # the names in its subscripts
-    # Line of each `if` around it -> does the statement stand in the body, and not in the else?
+    indices: frozenset[str] = frozenset()  # the names in the statement's subscripts
+    # Line of each `if` around the statement -> is the statement in the body (not in the else)?
     branches: Mapping[int, bool] = field(default_factory=dict)
 
 
 @cache
 def choice_at(file: str, line: int) -> Choice:
-    """Of the innermost statement at a line; an empty Choice where there is none."""
+    """Return the Choice of the innermost statement at a line; an empty Choice if there is none."""
     statement = statement_at(file, line)
     if statement is None:
         return Choice()
@@ -64,7 +64,8 @@ def choice_at(file: str, line: int) -> Choice:
 
 
 def _sources(loop: ast.For, line: int, used: set[str]) -> set[str]:
-    """The names from which a loop assigns the `used` ones before a line: `name` in `value = metrics[name]`."""
+    """The names that the `used` names are computed from, by assignments in the loop before a line. If `value` is used,
+    `value = metrics[name]` gives `name`."""
     found: set[str] = set()
     assigned = (n for n in ast.walk(loop) if isinstance(n, ast.Assign) and n.lineno < line)
     for statement in sorted(assigned, key=lambda n: n.lineno, reverse=True):
@@ -74,8 +75,8 @@ def _sources(loop: ast.For, line: int, used: set[str]) -> set[str]:
 
 
 def values_in(choice: Choice, frame: FrameType) -> dict[str, Any]:
-    """What a statement chooses by: the text that it sends, and the values of short strings; of integers only where they
-    are an index, since elsewhere they may be data."""
+    """The values that a statement uses to choose its data: the text of the first argument, short strings, and integers
+    in a subscript. (Other integers may be data.)"""
     found: dict[str, Any] = {"what is sent": choice.sent} if choice.sent else {}
     for name in choice.names | choice.indices:
         value = frame.f_locals.get(name)
@@ -85,13 +86,13 @@ def values_in(choice: Choice, frame: FrameType) -> dict[str, Any]:
 
 
 def call_context(stack: ScriptStack) -> tuple[list[Any], dict[str, Any], dict[str, bool]]:
-    """Where the current call is made, how its data were chosen, and in which branches it stands.
+    """Return the line of the current call, the way in which its data were chosen, and the branches around it.
 
     Returns:
-        [file, line] of the script; a dict of "the line" (all of the script's lines on the stack), "what is sent" (the
-        text of the first argument) and the values of the names that the statement chooses by, as `name` in
-        `all_reduce(metrics[name])`, or that the calling library chooses by; and for the line of each `if` around
-        the calls, whether the call stands in its body.
+        1. [file, line] of the script; [] if the script is not on the stack.
+        2. A dict: "the line" (the script's lines on the stack), "what is sent" (the text of the first argument), and
+           the values of names that the statement uses (`name` in `all_reduce(metrics[name])`) or the calling library.
+        3. "file:line" of each `if` around the script's lines -> is the call in the body of the `if`?
     """
     own = list(islice(stack.frames(Owner.SCRIPT), _MAX_LINES))
     lines = [(frame.f_code.co_filename, frame.f_lineno) for frame in own]
@@ -104,14 +105,15 @@ def call_context(stack: ScriptStack) -> tuple[list[Any], dict[str, Any], dict[st
     way = {"the line": " < ".join(f"{os.path.basename(file)}:{line}" for file, line in lines)}
     way |= values_in(choices[0], own[0]) if own else {}
     every = stack.frames(Owner.SCRIPT, Owner.LIBRARY)
-    library = takewhile(lambda frame: not stack.owns(frame.f_code.co_filename), every)  # that makes the call
+    library = takewhile(lambda frame: not stack.owns(frame.f_code.co_filename), every)  # the library that calls
     return list(lines[0]) if lines else [], way | library_names(islice(library, _MAX_FRAMES)), branches
 
 
 def library_names(frames: Iterable[FrameType]) -> dict[str, str]:
-    """variable, attribute or field, and its function or class -> its value: short strings, such as a metric's key.
+    """Return the short strings in the frames of a library, such as the key of a metric, by "name in function" or "name
+    of class".
 
-    frames: the library's, innermost first.
+    frames: the frames of the library, innermost first.
     """
     found: dict[str, str] = {}
     for where, value in islice((pair for frame in frames for pair in _strings(frame)), _MAX_NAMES):

@@ -1,9 +1,10 @@
-"""torch.distributed's collectives. Each is recorded before it begins, into `calls-N.jsonl`.
+"""torch.distributed's collectives. Each is recorded before it begins, in `calls-N.jsonl`.
 
-The launcher's side reads these files while the script runs and compares them over the ranks: appending to a file cannot
-wait for another rank. DDP communicates in C++. Its collectives are recorded where they are due: "DDP's gradients" at a
-backward that reduces, "DDP's buffers" at a forward that broadcasts them. Paceline's exchanges over Unix sockets are
-recorded too: a rank can wait in one while another waits in a collective.
+The launcher reads these files while the script runs, and compares them between the ranks. Appending to a file never
+waits for another rank. DDP communicates in C++, so its collectives are recorded at the Python call that starts them:
+"DDP's gradients" at a backward that reduces, "DDP's buffers" at a forward that broadcasts them. Paceline's exchanges
+over Unix sockets and in shared memory are recorded too, because a rank can wait in an exchange while another rank waits
+in a collective.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SAME_SIZE = (
     "reduce_scatter_single",
     "scatter",
 )
-# What DTensor calls, and with it FSDP, tensor parallelism and `full_tensor()`.
+# The functions that DTensor calls. FSDP, tensor parallelism and `full_tensor()` use DTensor.
 FUNCTIONAL = (
     "all_gather_single", "all_gather_tensor", "reduce_scatter_single", "reduce_scatter_tensor", "all_reduce",
     "broadcast", "all_to_all_single", "all_reduce_coalesced", "all_gather_into_tensor_coalesced",
@@ -61,13 +62,14 @@ _WITH_VALUES = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", 
 _HANDLE_METHODS = ("wait", "synchronize", "is_completed", "is_success", "get_future", "get_future_result", "result")
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _GROUPS = ("new_group", "init_process_group", "destroy_process_group", "new_subgroups", "new_subgroups_by_enumeration")
-# gloo's thread needs the interpreter to release the last backward's calls (torch 2.13 keeps its context in them), and
-# the interpreter waits for that thread when the group is destroyed: give the thread time to finish first.
+# gloo's thread needs the GIL to release the last backward's calls (torch 2.13 keeps their context), and the interpreter
+# waits for that thread when the group is destroyed. Give the thread time to finish first.
 _SETTLE_SECONDS = 0.05
-# To recognise a copy of a gradient, perhaps in bfloat16: elements of the smallest gradient that may be one of several
-# in a tensor; elements that are compared; relative tolerance.
+# To recognise a copy of a gradient, perhaps in bfloat16: minimum elements of a gradient in a tensor that contains
+# several gradients; number of compared elements; relative tolerance.
 _MIN_ELEMENTS, _COMPARED, _ROUNDING = 4, 64, 2e-2
-_MAX_VALUES, _MAX_DIGESTS, _MAX_RESULTS = 16, 400, 600  # elements of a result; gradients; results
+# Limits: elements of a recorded result; digested gradients; recorded results.
+_MAX_VALUES, _MAX_DIGESTS, _MAX_RESULTS = 16, 400, 600
 
 
 class CollectiveRecorder:
@@ -80,30 +82,30 @@ class CollectiveRecorder:
         self._numbers = itertools.count()
         self._local = threading.local()
         self._digests = 0
-        # address -> (the parameter's number, its gradient); None: to be found anew
+        # address -> (the parameter's number, its gradient); None: must be rebuilt
         self._grads: dict[int, tuple[int, Any]] | None = None
         self._weights: dict[int, tuple[int, torch.Tensor]] = {}  # address -> (the parameter's number, the parameter)
-        self._totals: set[int] = set()  # numbers of elements of all weights of an optimizer, and of all optimizers
-        self._shapes: set[Any] = set()  # of all weights
+        self._totals: set[int] = set()  # number of elements of each optimizer's weights, and of all weights
+        self._shapes: set[Any] = set()  # the shapes of all weights
         self.unwaited: dict[int, tuple[Any, list[Any]]] = {}  # id of a handle -> (the handle, the line that started it)
         self.compared = True  # False: ranks may end early on purpose (Join)
         self._in_backward = False
 
-    # --- the side file
+    # --- calls-N.jsonl
 
     @contextmanager
     def during(
         self, op: str, group: Any, parameter: int | None = None, beside: str = "", **must_match: Any
     ) -> Iterator[None]:
-        """Record that a collective begins, and its end. Inside another collective nothing is recorded.
+        """Record the beginning and the end of a collective. A collective inside another collective is not recorded.
 
         Args:
             op: the collective's name.
-            group: None: the default group.
-            parameter: the number of the parameter whose gradient or weight is sent.
-            beside: one of Paceline's ways beside torch.distributed; "": none. Its calls may be made in a thread of
-                their own, so that they have no order with the group's others.
-            must_match: what must be equal on all ranks of the group.
+            group: the process group; None: the default group.
+            parameter: the number of the parameter that owns the gradient or weight.
+            beside: the name of a Paceline transport beside torch.distributed; "": none. A transport may run in a
+                separate thread, so its calls have no order relative to the group's other calls.
+            must_match: the fields that must be equal on all ranks of the group.
         """
         outermost, number = not self._depth(), next(self._numbers)
         if outermost and self.log.active and dist.is_initialized():
@@ -125,7 +127,7 @@ class CollectiveRecorder:
 
     @contextmanager
     def _unrecorded(self) -> Iterator[None]:
-        """Collectives in this block are parts of another one."""
+        """Do not record collectives in this block: they are part of another call."""
         self._local.depth = self._depth() + 1
         try:
             yield
@@ -136,7 +138,7 @@ class CollectiveRecorder:
         return int(vars(self._local).get("depth", 0))
 
     def around_functional(self, op: str, original: Any) -> Watch:
-        """A function of _functional_collectives, whose group may be a mesh's dimension or a list of ranks."""
+        """Record a function of _functional_collectives. Its group may be a mesh dimension or a list of ranks."""
         signature = inspect.signature(original)
 
         def watch(*args: Any, **options: Any) -> Generator[None, Any, None]:
@@ -153,7 +155,7 @@ class CollectiveRecorder:
     # --- around torch's functions
 
     def around_collective(self, op: str, original: Any) -> Watch:
-        """A function of torch.distributed."""
+        """Record a function of torch.distributed."""
         signature = inspect.signature(original)
 
         def watch(*args: Any, **options: Any) -> Generator[None, Any, None]:
@@ -161,7 +163,7 @@ class CollectiveRecorder:
                 return
             try:
                 given = signature.bind_partial(*args, **options).arguments
-            except TypeError:  # the call is wrong, and says so itself
+            except TypeError:  # the call itself will raise
                 given = {}
             group = given.get("group")
             if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -184,7 +186,7 @@ class CollectiveRecorder:
         return watch
 
     def _hold_handle(self, work: Any, fields: dict[str, Any]) -> None:
-        """Keep the handle of an asynchronous reduction of gradients until a wait for it, or the next step."""
+        """Keep the handle of an asynchronous gradient reduction until the script waits for it, or the next step."""
         if fields.get("of") == "grad" and hasattr(type(work), "wait"):
             self.unwaited[id(work)] = (work, self.log.stack.caller())
 
@@ -192,13 +194,13 @@ class CollectiveRecorder:
         self.unwaited.pop(id(work), None)
 
     def pop_unwaited(self) -> list[Any] | None:
-        """[number of handles without a wait since the last step, line of the first]; None where there is none."""
+        """[number of handles since the last step that the script did not wait for, line of the first]; or None."""
         lines = [at for _, at in self.unwaited.values()]
         self.unwaited.clear()
         return [len(lines), lines[0]] if lines else None
 
     def _describe(self, op: str, given: dict[str, Any]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-        """(the tensor, what must be equal on all ranks, the fields of the "coll" event)."""
+        """(the tensor, the fields that must be equal on all ranks, the fields of the "coll" event)."""
         tensor = next(
             (given[n] for n in ("tensor", "input_tensor", "input") if isinstance(given.get(n), torch.Tensor)), None
         )
@@ -215,15 +217,18 @@ class CollectiveRecorder:
             must_match["by"] = str(reduction).rpartition(".")[2] if reduction is not None else "SUM"
         fields: dict[str, Any] = {**must_match}
         if op in _CUTTING_GATHERS and tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            fields["cuts"] = True  # the graph
+            fields["cuts"] = True  # the result has no autograd graph
         if tensor is not None and op in _OF_GRADIENTS:
             fields |= self._identify(tensor)
         return tensor, must_match, fields
 
     def _identify(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Is the tensor a gradient or a weight, or all of an optimizer's? Returns fields of the event."""
+        """Is the tensor a gradient or a weight, or all gradients or weights of an optimizer in one tensor?
+
+        Returns the fields of the "coll" event about this.
+        """
         unknown = self._weight_at(tensor.data_ptr()) is None and tensor.data_ptr() not in (self._grads or ())
-        growing = self._in_backward and self._digests < _MAX_DIGESTS  # gradients come one by one, each to its hook
+        growing = self._in_backward and self._digests < _MAX_DIGESTS  # hooks get the gradients one by one
         if self._grads is None or (unknown and (growing or not self._shared.optimizers)):
             self._index_addresses()
         pointer = tensor.data_ptr()
@@ -235,7 +240,7 @@ class CollectiveRecorder:
         elif pointer and pointer in self._grads:
             of = "grad"
             number, grad = self._grads[pointer]
-        elif tensor.numel() > 64 and tensor.numel() in self._totals:  # all of them in one piece
+        elif tensor.numel() > 64 and tensor.numel() in self._totals:  # all gradients or weights
             of = "grad" if self._shared.backward_since_step else "weight"
         elif self._in_backward and tuple(tensor.shape) in self._shapes:
             of = "grad"
@@ -258,24 +263,24 @@ class CollectiveRecorder:
         return fields
 
     def _weight_at(self, address: int) -> int | None:
-        """The number of the weight at this address. After `p.data = mean`, as in LocalSGD of Accelerate, the memory
-        that p had may hold any other tensor: None."""
+        """The number of the weight at this address, or None. After `p.data = mean`, as in Accelerate's LocalSGD, any
+        other tensor may use the memory that p had."""
         number, weight = self._weights.get(address, (None, None))
         return number if weight is not None and address and weight.data_ptr() == address else None
 
     def _copies_weight(self, tensor: torch.Tensor) -> bool:
-        """Does it hold the values of a weight, as in `mean = p.clone(); all_reduce(mean); p.data = mean / n`?"""
+        """Does the tensor equal a weight, as in `mean = p.clone(); all_reduce(mean); p.data = mean / n`?"""
         if tensor.numel() < _MIN_ELEMENTS or tuple(tensor.shape) not in self._shapes:
             return False
         like = [w for _, w in self._weights.values() if w.shape == tensor.shape and w.dtype is tensor.dtype]
-        step = max(1, tensor.numel() // _COMPARED)  # a model may have a hundred weights of one shape: most differ here
+        step = max(1, tensor.numel() // _COMPARED)  # a sample distinguishes most weights of one shape
         some = tensor.reshape(-1)[::step]
         near = (w for w in like if w.device == tensor.device and torch.equal(w.reshape(-1)[::step], some))
         return any(torch.equal(w, tensor) for w in near)
 
     def _match_gradient(self, tensor: torch.Tensor) -> tuple[int | None, Any]:
-        """(number, gradient) where the tensor holds a copy of a gradient: divided, in another precision, or the first
-        of several in one tensor (then the number is None). (None, None) otherwise."""
+        """(number, gradient) if the tensor is a copy of a gradient, perhaps divided or in a different precision. (None,
+        gradient) if it contains several gradients and begins with a copy of this one. Otherwise (None, None)."""
         flat = tensor.detach().reshape(-1)
         for number, grad in (self._grads or {}).values():
             size = grad.numel()
@@ -287,7 +292,7 @@ class CollectiveRecorder:
             step = max(1, size // _COMPARED)
             ours, theirs = flat[:size:step].double(), grad.detach().reshape(-1)[::step].double()
             most, same = theirs.abs().max(), ours.abs().max()
-            if size < _MIN_ELEMENTS:  # too few to be told from other numbers, but by their bits
+            if size < _MIN_ELEMENTS:  # too few values for a tolerance: compare bits
                 found = bool((ours == theirs).all() or torch.allclose(ours * dist.get_world_size(), theirs, rtol=1e-6))
             else:
                 near = float(0.1 * _ROUNDING * most * same)
@@ -297,10 +302,10 @@ class CollectiveRecorder:
         return None, None
 
     def _index_addresses(self) -> None:
-        """Find the addresses of all weights and gradients. Parameters are numbered from 1 through all optimizers."""
+        """Map the addresses of all weights and gradients. Parameters of all optimizers are numbered from 1."""
         self._grads, self._weights, self._totals, self._shapes = {}, {}, set(), set()
         everything = number = 0
-        if not self._shared.optimizers:  # weights that are made alike before there is one
+        if not self._shared.optimizers:  # a script may broadcast weights before it makes an optimizer
             weights = [p for p in self._shared.models.made_at if p.device.type != "meta" and p.layout is torch.strided]
             self._weights = {p.data_ptr(): (n, p) for n, p in enumerate(weights, 1)}
         for optimizer in sorted(self._shared.optimizers, key=lambda o: int(number_of(o))):
@@ -319,7 +324,7 @@ class CollectiveRecorder:
         self._totals.add(everything)
 
     def invalidate(self, backward: bool = False) -> None:
-        """Gradients have been made or dropped: their addresses must be found anew."""
+        """Gradients were created or dropped: map their addresses again before the next use."""
         self._grads, self._in_backward = None, backward
 
     def _values(self, tensor: torch.Tensor, fields: dict[str, Any]) -> list[float] | None:
@@ -330,25 +335,25 @@ class CollectiveRecorder:
         return [float(v) for v in tensor.detach().reshape(-1).tolist()] if few else None
 
     def _sent(self, op: str, tensor: Any, fields: dict[str, Any]) -> dict[str, Any]:
-        """What a small sum or gather after an evaluation sends, and the numbers in the script's variables."""
+        """The input values of a small sum or gather after an evaluation, and the numbers in the script's variables."""
         if tensor is None or op not in _WITH_VALUES or not self._shared.variables.pass_ended:
             return {}
         values = self._values(tensor, fields)
         return {} if values is None else {"sent": values, "vars": self._shared.variables.numbers()}
 
     def before_point_to_point(self, op: str, /, *_: Any, **__: Any) -> None:
-        """A send or a receive: record that there is one."""
+        """Record that the script sends or receives."""
         if not self._depth():
             self.log.record("p2p", op=op)
 
     def around_group_call(self, op: str, /, *_: Any, **options: Any) -> Generator[None, Any, None]:
-        """A function that makes or destroys process groups: the collectives inside it are not recorded."""
+        """Record a function that makes or destroys process groups, but not the collectives inside it."""
         outermost = not self._depth()
         if op == "destroy_process_group":
             time.sleep(_SETTLE_SECONDS)
         try:
             if op == "new_group" and not options.get("use_local_synchronization"):
-                with self.during(op, None):  # every rank must come, also those that are not in it
+                with self.during(op, None):  # every rank must call it, members of the group or not
                     yield
             else:
                 with self._unrecorded():
@@ -361,24 +366,24 @@ class CollectiveRecorder:
     def around_method(
         self, op: str, condition: Callable[[Any], bool], ddp: Any, /, *_: Any, **__: Any
     ) -> Generator[None, Any, None]:
-        """A method of DDP that communicates in C++, where `condition(ddp)`."""
+        """Record a method of DDP as a collective. It communicates in C++ if `condition(ddp)`."""
         if condition(ddp):
             with self.during(op, getattr(ddp, "process_group", None)):
                 yield
 
     def around_exchange(self, neighbours: Any, row: torch.Tensor) -> Generator[None, Any, None]:
-        """`Neighbours.rows` of paceline.comm.neighbours."""
-        with self.during("exchange over Unix sockets", neighbours.group, **_size_of(row)):
+        """Record `Neighbours.rows` of paceline.comm.neighbours."""
+        with self.during("exchange over Unix sockets", neighbours.group.native, **_size_of(row)):
             yield
 
     def around_sum(self, memory: Any, flat: torch.Tensor) -> Generator[None, Any, None]:
-        """`SharedMemory.add` of paceline.comm.shared_memory."""
-        with self.during("sum in shared memory", memory.group, beside=" in memory", **_size_of(flat)):
+        """Record `SharedMemory.add` of paceline.comm.shared_memory."""
+        with self.during("sum in shared memory", memory.group.native, beside=" in memory", **_size_of(flat)):
             yield
 
-    def around_meeting(self, meetings: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
-        """`Meetings.wait` of paceline.comm.shared_memory, outside of a sum."""
-        with self.during("meeting in shared memory", meetings.group, beside=" in memory"):
+    def around_barrier(self, barrier: Any, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        """Record `SharedBarrier.wait` of paceline.comm.shared_memory, unless it is part of a sum."""
+        with self.during("meeting in shared memory", barrier.group.native, beside=" in memory"):
             yield
 
     def patch_neighbours(self, module: Any) -> None:
@@ -386,7 +391,7 @@ class CollectiveRecorder:
 
     def patch_shared_memory(self, module: Any) -> None:
         self.log.patches.around(module.SharedMemory, "add", self.around_sum)
-        self.log.patches.around(module.Meetings, "wait", self.around_meeting)
+        self.log.patches.around(module.SharedBarrier, "wait", self.around_barrier)
 
     def before_spawn(self, *_: Any, **__: Any) -> None:
         self.log.record("spawn", now=True, joined=dist.is_initialized())
@@ -413,7 +418,7 @@ def install(log: EventLog) -> None:
     for name in filter(vars(FUNCTIONAL_COLLECTIVES).get, FUNCTIONAL):
         watch = recorder.around_functional(name, getattr(FUNCTIONAL_COLLECTIVES, name))
         patches.around(FUNCTIONAL_COLLECTIVES, name, watch)
-    for name in _HANDLE_METHODS:  # torch's own class, of C++
+    for name in _HANDLE_METHODS:  # a C++ class of torch
         if hasattr(dist.Work, name):
             patches.before(dist.Work, name, recorder.before_wait)
     for name, op, condition in (
@@ -434,5 +439,5 @@ def install(log: EventLog) -> None:
 
 
 def _size_of(tensor: torch.Tensor) -> dict[str, Any]:
-    """What must match of a tensor: the number of elements and their type."""
+    """The size fields that must match between ranks: number of elements and dtype."""
     return {"n": tensor.numel(), "d": str(tensor.dtype).removeprefix("torch.")}

@@ -1,9 +1,9 @@
-"""Random numbers of the training loop: tensors that the script draws for a batch, seeds, generators' states.
+"""Random numbers of the training loop: tensors that the script draws for a batch, seeds, states of generators.
 
-A tensor counts that the script draws between a batch (or a step, where there is no loader) and its backward, with a
-row for each example: noise, masks, a diffusion's timesteps. Not counted are permutations, single numbers, what a
-library's layers draw (dropout, stochastic depth), draws for a module's own parameters (weight noise is the same on all
-replicas), and what a loader draws.
+A tensor counts only if it has one row per example, and if the script draws it after reading a batch (without a loader,
+after a step) and before the backward pass. Examples: noise, masks, timesteps of a diffusion model. Not counted:
+permutations, single numbers, draws of a library's layers (dropout, stochastic depth), draws for a module's parameters
+(weight noise is the same on all replicas), and draws of a loader.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import torch
 
 from paceline.observe.digests import SOME, digest
 from paceline.observe.event_log import EventLog
-from paceline.torch_private.observed import own_parameters, replace_factory
+from paceline.torch_private.observed import direct_parameters, replace_factory
 
 _FUNCTIONS = ("rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "poisson",
               "multinomial")  # fmt: skip
 _METHODS = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_",
             "bernoulli", "multinomial")  # fmt: skip
 _SEEDS = ((torch, "manual_seed", "torch's"), (random, "seed", "Python's"), (np.random, "seed", "NumPy's"))
-_MAX_DRAWS, _MAX_PENDING = 1000, 16  # draws that are digested; of one batch
-_MAX_STATES, _MAX_SEEDS = 200, 200  # backward passes whose generator is recorded; calls that seed
+_MAX_DRAWS, _MAX_PENDING = 1000, 16  # digested draws in a run; digested draws for one batch
+_MAX_STATES, _MAX_SEEDS = 200, 200  # backward passes with recorded generator states; recorded calls that seed
 _MAX_FRAMES = 28
 
 
@@ -38,25 +38,28 @@ class DrawRecorder:
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
-        self._pending: list[tuple[tuple[int, ...], list[Any]]] = []  # shape, what `take` returns of it
-        self._inside = False  # one function of torch may call another
+        self._pending: list[tuple[tuple[int, ...], list[Any]]] = []  # (shape, entry of "draws" in `take`)
+        self._inside = False  # is a draw under way? One function of torch may call another
         self._states = 0
-        self._of_weights = False  # has a module drawn for its weights?
-        self._begun: int | None = None  # the generator's state at the first forward after a step
+        self._of_weights = False  # has a module drawn numbers for its weights?
+        self._begun: int | None = None  # torch's generators at the first forward since the last backward
 
     def clear(self) -> None:
-        """A batch comes, or a step has been made."""
+        """Call it for a new batch or after a step."""
         self._pending.clear()
 
     def before_forward(self) -> None:
-        """A forward in training mode begins."""
+        """Call it before a forward in training mode."""
         if self._begun is None and self._states < _MAX_STATES:
             self._begun = _state()
 
     def take(self, rows: int | None) -> dict[str, Any]:
-        """At a backward: "draws", [line, digest, number of elements, seed of the script's own generator or None] of the
-        tensors with so many rows; "masked", the state of torch's generators when the forward began, where they have
-        moved since and nothing is in "draws", or None."""
+        """Return the fields of a "backward" event, and clear the draws.
+
+        "draws": [line, digest, number of elements, seed of the generator object or None] of each tensor with `rows`
+        rows. "masked": the state of torch's generators when the forward began, if they have advanced since, "draws" is
+        empty and no module drew for its weights; otherwise None.
+        """
         kept = [about for shape, about in self._pending if shape[0] == rows]
         self._pending.clear()
         of_weights, self._of_weights = self._of_weights, False
@@ -66,7 +69,7 @@ class DrawRecorder:
         return {"draws": kept, "masked": begun if moved and not kept and not of_weights else None}
 
     def around_draw(self, *_: Any, **options: Any) -> Generator[None, Any, None]:
-        """A function that returns random numbers, or a method that fills a tensor with them."""
+        """Record a function that returns random numbers, or a method that fills a tensor with random numbers."""
         if self._inside:
             return
         self._inside = True
@@ -88,22 +91,22 @@ class DrawRecorder:
             self._pending.append((tuple(tensor.shape), [at, digest(tensor, most=SOME), tensor.numel(), seed]))
 
     def before_seed(self, name: str, /, *args: Any, **options: Any) -> None:
-        """A generator is seeded."""
+        """Record a call that seeds a generator."""
         if self._log.few("seeds", _MAX_SEEDS):
             value = next(iter((*args, *options.values())), None)
             self._log.record("seed", generator=name, value=value if isinstance(value, int) else None)
 
 
 def _purpose(shape: torch.Size) -> str:
-    """ "weights": a module draws for parameters of its own, all dimensions are among theirs. "examples": a module draws
-    a number for each example, as stochastic depth drops whole examples by. "": neither."""
+    """The purpose of a draw. "weights": a module draws for its parameters (all sizes in the shape are sizes of its
+    parameters). "examples": a module draws one number per example, as stochastic depth does. "": neither."""
     frame: FrameType | None = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         if frame is None:
             break
         owner = frame.f_locals.get("self")
         if isinstance(owner, torch.nn.Module):
-            own = {n for p in own_parameters(owner) for n in p.shape}
+            own = {n for p in direct_parameters(owner) for n in p.shape}
             if set(shape) <= own:
                 return "weights"
             if len(shape) > 1 and set(shape[1:]) == {1}:
@@ -113,7 +116,7 @@ def _purpose(shape: torch.Size) -> str:
 
 
 def _state() -> int:
-    """A checksum of the states of torch's generators: the CPU's, and the current device's."""
+    """A checksum of the states of torch's generators, on the CPU and on the current device."""
     states = [torch.get_rng_state()]
     generators = torch.cuda.default_generators  # empty until the device is used
     if generators:

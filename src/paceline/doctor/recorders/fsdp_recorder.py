@@ -1,9 +1,9 @@
-"""FullyShardedDataParallel and fully_shard: the processes that share one model, its inputs, its weights before they are
-cut, and what an optimizer computes of its process's shards (FSDP2) in its first steps.
+"""FullyShardedDataParallel and fully_shard: the ranks that share a model, the model's inputs, and its weights before
+they are sharded. With fully_shard (FSDP2) also an optimizer's operations on the rank's shards, in its first steps.
 
-An optimizer that works element by element may work on shards. A product of matrices, a decomposition or a norm of a
-shard alone is not that of the whole weight. DTensor's own operations on shards are whole ones: of these the mode below
-sees the DTensors, and not the shards inside.
+An optimizer that works element by element may work on shards. But a matrix product, a decomposition or a norm of one
+shard differs from that of the whole weight. Operations on DTensors handle this correctly: the dispatch mode below sees
+them as operations on DTensors, not on the shards inside.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from paceline.torch_private.observed import (
     is_root,
 )
 
-_MAX_PARAMETERS = 400  # of one call
-_STEPS = 3  # of an optimizer, that are looked into
-_MAX_EVENTS = 8  # of a step
+_MAX_PARAMETERS = 400  # per call
+_STEPS = 3  # inspected steps per optimizer
+_MAX_EVENTS = 8  # per step
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linalg_svd", "linalg_qr", "linalg_eigh", "linalg_cholesky_ex",
              "linalg_inv_ex", "linalg_matrix_exp", *DECOMPOSITIONS)  # fmt: skip
 _NORMS = ("linalg_vector_norm", "norm", "linalg_matrix_norm", NORMS_OF_MANY)
-_NEEDED = {"product": 1, "norm": 2}  # operations of a kind on one shape that are recorded
+_NEEDED = {"product": 1, "norm": 2}  # record up to this many operations of a kind per shape
 _KNOWS_DTENSORS = "torch.optim"
 
 Shapes = dict[tuple[int, ...], tuple[str, tuple[int, ...]]]  # a shard's shape -> the weight's name, its whole shape
@@ -51,11 +51,11 @@ class _FSDPRecorder:
     def __init__(self, log: EventLog) -> None:
         self.log = log
         self._number = 0
-        self._shards: list[Any] = []  # (parameter, its name, a sample of this process's shard as it was cut)
-        self._full: dict[str, list[float]] = {}  # name -> a sample of the weight before it was cut
+        self._shards: list[Any] = []  # (parameter, its name, a sample of this rank's shard when it was made)
+        self._full: dict[str, list[float]] = {}  # name -> a sample of the weight before it was sharded
 
     def record_cut(self, optimizer: Any, *_: Any) -> None:
-        """At the first step: samples of the full weights whose shards are still as they were cut."""
+        """At the first step, record samples of the full weights, if their shards are still unchanged."""
         if not self._shards or not self.log.active:
             return
         with self.log.overhead():
@@ -79,40 +79,41 @@ class _FSDPRecorder:
         self.log.record("fsdp", ranks=ranks)
 
     def after_init(self, module: Any, /, *_: Any, **__: Any) -> None:
-        """A FullyShardedDataParallel has been constructed."""
+        """Call it after the construction of a FullyShardedDataParallel."""
         for parameter in module.parameters():
             self.log.shared.models.sharded[parameter] = True
         self.log.record("fsdp", ranks=dist.get_process_group_ranks(module.process_group))
 
     def after_pre_forward(self, state: Any, module: Any, args: Any, options: Any) -> None:
-        """FSDPState._pre_forward: record the inputs of the outermost module."""
+        """After FSDPState._pre_forward, record the inputs of the outermost module."""
         if is_root(state) and torch.is_grad_enabled() and module.training:
             self.log.shared.models.record_inputs(-1, (args, options))
 
 
 def _named(modules: Any) -> list[tuple[str, Any]]:
-    """(name, parameter) of one module, or of several."""
+    """(name, parameter) for each parameter of one module or of several modules."""
     several = list(modules) if isinstance(modules, (list, tuple)) else [modules]
     return [(f"{n}.{name}" if n else name, p) for n, m in enumerate(several) for name, p in m.named_parameters()]
 
 
 def _full_samples(modules: Any) -> dict[str, list[float]]:
-    """Samples of the parameters that are about to be cut, where they have values."""
+    """Samples of the parameters that are about to be sharded, if they have values."""
     plain = [(n, p) for n, p in _named(modules) if not hasattr(p, "to_local") and p.device.type != "meta"]
     return {name: sample(p) for name, p in plain[:_MAX_PARAMETERS] if p.layout is torch.strided and p.numel()}
 
 
 def _shard_samples(modules: Any, whole: dict[str, list[float]]) -> dict[str, tuple[Any, list[float]]]:
-    """This process's shards of those parameters, with samples. It may have none of a small one."""
-    cut = [(name, p) for name, p in _named(modules) if name in whole and hasattr(p, "to_local")]
-    return {name: (p, sample(p.to_local())) for name, p in cut if p.to_local().numel()}
+    """name -> (parameter, sample of this rank's shard) for the parameters in `whole`. A rank may have no shard of a
+    small parameter."""
+    sharded = [(name, p) for name, p in _named(modules) if name in whole and hasattr(p, "to_local")]
+    return {name: (p, sample(p.to_local())) for name, p in sharded if p.to_local().numel()}
 
 
-# --- what an optimizer computes of shards
+# --- an optimizer's operations on shards
 
 
 class _ShardMode(TorchDispatchMode):
-    """While it is active: operations on plain matrices of a shard's shape, and that something was exchanged."""
+    """A mode that records operations on plain matrices with a shard's shape, and whether the step communicates."""
 
     def __init__(self, log: EventLog, number: int, shapes: Shapes) -> None:
         super().__init__()
@@ -149,16 +150,16 @@ class _ShardMode(TorchDispatchMode):
 class _ShardRecorder:
     def __init__(self, log: EventLog) -> None:
         self._log = log
-        self._steps: dict[int, int] = {}  # optimizer -> steps that were looked into
-        self._mode: _ShardMode | None = None  # of the step under way
+        self._steps: dict[int, int] = {}  # optimizer -> number of inspected steps
+        self._mode: _ShardMode | None = None  # the mode of the current step
 
     def before_step(self, optimizer: Any, args: Any, options: Any) -> None:
-        self._leave()  # a step that failed
+        self._leave()  # exit the mode of an earlier step that failed
         number = number_of(optimizer)
         if number is None or not self._log.active or self._steps.get(number, 0) >= _STEPS:
             return
         if type(optimizer).__module__.startswith(_KNOWS_DTENSORS) or len(args) > 1 or options.get("closure"):
-            return  # a closure computes forward and backward passes
+            return  # a closure runs forward and backward passes
         shapes: Shapes = {}
         with self._log.overhead():
             shapes = _shard_shapes(optimizer)
@@ -181,7 +182,8 @@ class _ShardRecorder:
 
 
 def _shard_shapes(optimizer: Any) -> Shapes:
-    """Of the matrices that an optimizer trains and this process has a part of. No shape that is also a whole one's."""
+    """The shapes of this rank's shards of the matrices that an optimizer trains. A shape is left out if a whole matrix
+    also has it."""
     shards: Shapes = {}
     wholes: set[tuple[int, ...]] = set()
     for group in optimizer.param_groups:

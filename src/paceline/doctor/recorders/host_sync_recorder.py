@@ -12,12 +12,12 @@ import torch
 from paceline.launcher.plan import available_cores
 from paceline.observe.event_log import EventLog
 
-# methods that copy a tensor's value to the host
+# methods that copy a tensor to the host
 _READS = ("item", "cpu", "tolist", "numpy", "__float__", "__int__", "__bool__")
 
 
 class _HostSyncRecorder:
-    """The seconds of such calls. A call inside another one is not recorded."""
+    """Records the seconds that these calls take. A call inside another recorded call is not recorded."""
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
@@ -37,7 +37,7 @@ class _HostSyncRecorder:
                 self.log.record("wait", at=at, kind=kind, seconds=self.log.clock() - began)
 
     def around_read(self, name: str, tensor: Any, /, *_: Any, **__: Any) -> Generator[None, Any, None]:
-        """A method that reads a tensor's value: on a device it waits for all that is queued."""
+        """Record a method that reads a tensor's value. If the tensor is on a device, it waits for all queued work."""
         if tensor.device.type not in ("cpu", "meta"):
             yield from self.around_call(f".{name}()")
 
@@ -59,7 +59,7 @@ def install(log: EventLog) -> None:
 
 
 def machine_state() -> dict[str, Any]:
-    """Of this process: threads, cores, seconds for which it was ready and not running, memory in use on each device."""
+    """Threads and cores of this process, seconds spent ready but not running, memory in use on each device."""
     found: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "cores": available_cores(),
@@ -72,7 +72,7 @@ def machine_state() -> dict[str, Any]:
 
 
 def _run_queue_seconds() -> float | None:
-    """Seconds for which threads of this process were ready and not running; None where the system does not tell."""
+    """Seconds that threads of this process were ready but not running; None if the system does not report them."""
     total = 0.0
     try:
         for thread in os.listdir("/proc/self/task"):

@@ -1,8 +1,8 @@
-"""DataLoaders: the indices and the rows' digests of each batch, and how long the script waited for it.
+"""DataLoaders: the indices and row digests of each batch, and the time that the script waited for it.
 
-Indices are recorded where the main process draws them from the sampler, before anything is fetched. Batches arrive in
-the same order, so that the indices of a batch are the oldest that no batch has claimed. Indices of a `Subset` are
-followed to the data set below. An iterable data set has no indices: its rows' digests identify the examples.
+Indices are recorded when the main process draws them from the sampler, before anything is fetched. Batches arrive in
+the same order, so the indices of a batch are the oldest indices that have no batch yet. Indices of a `Subset` are
+mapped to the underlying data set. An iterable data set has no indices: the digests of its rows identify the examples.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from paceline.torch_private.observed import (
     persistent_iterator,
 )
 
-_MAX_DIGESTED = 64  # batches of each pass whose rows are digested
-_MAX_TENSORS = 4  # of a batch
-_MIN_INDICES = 4  # fewer may equal the labels of a batch by chance
-# Of what a data set holds: elements of a list that are digested; the shortest list or tensor that is looked into; the
-# most digests; how deep attributes are followed.
+_MAX_DIGESTED = 64  # digested batches per pass
+_MAX_TENSORS = 4  # digested tensors per batch
+_MIN_INDICES = 4  # fewer indices may equal the labels of a batch by chance
+# For the digests of a data set's contents: digested elements of a list; minimum length of a list or tensor; maximum
+# number of digests; maximum depth of attributes.
 _LIST_ELEMENTS, _MIN_ELEMENTS, _MAX_DIGESTS, _MAX_DEPTH = 64, 16, 32, 5
-# Attributes that the recorder puts on a loader's iterator (the two first) and on samplers and subsets.
+# Attributes that the recorder sets on a loader's iterator (the first two) and on samplers and subsets.
 _INDICES, _PASS, _MADE_AT = "_paceline_doctor_indices", "_paceline_doctor_pass", "_paceline_doctor_made"
 
 
@@ -77,12 +77,12 @@ class _LoaderRecorder:
         self._log.record("loader", loader=self._name(loader), **_describe(loader))
 
     def after_construction(self, thing: Any, /, *_: Any, **__: Any) -> None:
-        """Of a sampler or a Subset: remember the line that makes it."""
+        """Remember the line that makes a sampler or a Subset."""
         thing.__dict__[_MADE_AT] = self._log.stack.caller(lambda frame: frame.f_code.co_name == "__init__")
 
     def _name(self, loader: Any) -> str:
-        """A name that is the same on all ranks: the line that makes the loader, and a number among the loaders that
-        this line makes. (A number among all loaders would shift where one rank has a loader more.)"""
+        """A name that is the same on all ranks: the line that makes the loader, and a number among the loaders from
+        that line. (A number among all loaders would shift if one rank has an additional loader.)"""
         at = self._log.stack.caller()
         line = f"line {at[1]} of {at[0]}" if at else "a library"
         self._made[line] += 1
@@ -99,8 +99,8 @@ class _LoaderRecorder:
         iterator.__dict__[_PASS] = place
 
     def wrap_worker_loop(self, original: Any) -> Any:
-        """In a forked worker: record the states that its random generators begin with and end with. They go into a file
-        of the workers', since the event log of a forked child is closed."""
+        """In a forked worker, record the state in which each random generator began, if the worker used the generator.
+        The record goes to a separate file, because the event log is closed in a forked child."""
         signature = inspect.signature(original)
 
         def _worker_loop(*args: Any, **options: Any) -> Any:
@@ -131,14 +131,14 @@ class _LoaderRecorder:
             iterator.__dict__.setdefault(_INDICES, deque()).append(index)
 
     def _variables(self) -> dict[str, float] | None:
-        """At the end of a loop over a loader."""
+        """Read the script's variables at the end of a loop over a loader."""
         self._log.shared.variables.pass_ended = True
         numbers: dict[str, float] | None = self._log.shared.variables.numbers()
         return numbers
 
     def wrap_prefetching_iter(self, original: Any) -> Any:
-        """`__iter__` of a loader that reads a batch ahead, as Accelerate's do: its pass has ended before the script has
-        the last batch, so that the script's variables are read again when the loop asks for another one."""
+        """Wrap `__iter__` of a loader that reads a batch ahead, such as Accelerate's loaders. The pass ends before the
+        script gets the last batch, so read the script's variables again when the loop asks for another batch."""
 
         def __iter__(loader: Any) -> Any:
             yield from original(loader)
@@ -172,7 +172,7 @@ class _LoaderRecorder:
         if place.batches < _MAX_DIGESTED:
             rows, padded = _row_digests(batch, _batch_indices(index), indices)
         place.batches += 1
-        if place.batches == place.length:  # some never ask for another batch after the last one
+        if place.batches == place.length:  # some scripts never ask for another batch after the last one
             log.shared.variables.pass_ended = True
         about = {"loader": place.loader, "n": place.n, "idx": indices, "rows": rows, "padded": padded}
         log.record("yield", **about, waited=waited, grad=torch.is_grad_enabled())
@@ -180,12 +180,12 @@ class _LoaderRecorder:
 
 @dataclass
 class _Place:
-    """Where an iterator over a loader is."""
+    """The position of an iterator over a loader."""
 
     loader: str  # the loader's name
     n: int  # the number of the pass
-    batches: int = 0  # that were read
-    length: int | None = None  # batches of the pass
+    batches: int = 0  # batches read so far
+    length: int | None = None  # batches in the pass
 
 
 def _generators() -> dict[str, int]:
@@ -229,13 +229,13 @@ def _describe(loader: Any) -> dict[str, Any]:
 
 
 def _first_line(function: Any) -> list[Any]:
-    """[file, line] of a function of Python's; [] of others."""
+    """[file, line] of a Python function; [] for other callables."""
     code = getattr(getattr(function, "func", function), "__code__", None)  # a partial's function
     return [] if code is None else [code.co_filename, code.co_firstlineno]
 
 
 def _describe_subset(dataset: Any) -> dict[str, Any]:
-    """The line that makes a data set, if it is a Subset, and a digest of its indices."""
+    """The line that makes a data set, and the digest of its indices if it is a Subset."""
     cut = [int(i) for i in dataset.indices] if isinstance(dataset, Subset) else None
     digest = None if cut is None else zlib.crc32(str(cut).encode())
     return {"cut_at": getattr(dataset, "__dict__", {}).get(_MADE_AT), "cut": digest}
@@ -244,7 +244,7 @@ def _describe_subset(dataset: Any) -> dict[str, Any]:
 def _number_of_batches(loader: Any) -> int | None:
     try:
         return None if isinstance(loader.dataset, IterableDataset) else len(loader)
-    except Exception:  # of a sampler without a length
+    except Exception:  # the sampler has no length
         return None
 
 
@@ -254,8 +254,8 @@ def _number(thing: Any, name: str) -> int:
 
 
 def content_digests(dataset: Any) -> dict[str, int | str]:
-    """Digests of what a data set holds in memory (tensors, arrays, long lists), by attribute path. Empty where it makes
-    or reads its examples one by one."""
+    """attribute path -> digest of each tensor, array or long list that a data set keeps in memory. Empty if the data
+    set makes or reads its examples one by one."""
     found: dict[str, int | str] = {}
     pending: list[tuple[str, Any, int]] = [("", dataset, 0)]
     while pending and len(found) < _MAX_DIGESTS:
@@ -282,12 +282,12 @@ def content_digests(dataset: Any) -> dict[str, int | str]:
 def _as_tensor(array: Any) -> torch.Tensor | None:
     try:
         return torch.from_numpy(array)
-    except TypeError:  # of strings, or objects
+    except TypeError:  # an array of strings or objects
         return None
 
 
 def _hashable(thing: Any) -> Any:
-    """A value whose repr is the same on all ranks."""
+    """The value in a form with the same repr on all ranks."""
     if isinstance(thing, torch.Tensor):
         return digest(thing, most=SOME) if thing.numel() and thing.device.type != "meta" else None
     if isinstance(thing, (list, tuple)):
@@ -296,7 +296,7 @@ def _hashable(thing: Any) -> Any:
 
 
 def _innermost_sampler(loader: Any) -> Any:
-    """The sampler below batch samplers and other wrappers."""
+    """The sampler inside batch samplers and other wrappers."""
     sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     for _ in range(4):
         inner = getattr(sampler, "sampler", None)
@@ -307,25 +307,25 @@ def _innermost_sampler(loader: Any) -> Any:
 
 
 def _base_size(dataset: Any) -> int | None:
-    """The length of the data set below Subsets."""
+    """The length of the data set under all Subsets."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
     try:
         return len(dataset)
-    except Exception:  # the user's own __len__
+    except Exception:  # the user's __len__
         return None
 
 
 def _batch_indices(index: Any) -> list[Any]:
-    """The indices of a batch, as the sampler gave them."""
+    """The indices of a batch as the sampler yielded them."""
     if index is None:
         return []
-    index = getattr(index, "indices", index)  # of what a sampler hands out in its own way, as Paceline's does
+    index = getattr(index, "indices", index)  # samplers such as Paceline's yield an object with the indices
     return list(index) if isinstance(index, (list, tuple)) else [index]
 
 
 def _base_indices(dataset: Any, index: Any) -> list[int] | None:
-    """The indices of a batch in the data set below Subsets; None where it has none, or they are no numbers."""
+    """The indices of a batch in the data set under all Subsets; None if there are none, or they are not numbers."""
     if index is None:
         return None
     indices = _batch_indices(index)
@@ -341,8 +341,8 @@ def _base_indices(dataset: Any, index: Any) -> list[int] | None:
 def _row_digests(
     batch: Any, given: list[Any], indices: list[int] | None
 ) -> tuple[list[list[int]] | None, list[Any] | None]:
-    """For each tensor of the batch with a row for each example: the rows' digests, and their `padded_rows`. A tensor
-    that holds the indices gets zeros, since it says nothing about the examples."""
+    """The row digests and the `padded_rows` of each tensor of the batch that has one row per example. A tensor of
+    indices gets zeros, because it contains nothing about the examples."""
     size = None if indices is None else len(indices)
     found: list[list[int]] = []
     padded: list[Any] = []
@@ -351,7 +351,7 @@ def _row_digests(
             continue
         size = leaf.shape[0] if size is None else size
         numbers = len(given) >= _MIN_INDICES and leaf.dim() == 1 and not leaf.is_floating_point()
-        if numbers and leaf.tolist() in (given, indices):  # in a batch of few a label may be the index by chance
+        if numbers and leaf.tolist() in (given, indices):  # only for several examples: one label may equal its index
             found.append([0] * len(given))
             padded.append(None)
             continue

@@ -1,17 +1,17 @@
-"""What a loss is, by its autograd graph: is it a mean, what was it divided by, and which terms does it add up?
+"""Analyse a loss by its autograd graph: is it a mean, what divides it, and which terms does it add up?
 
-Terms come in the order in which the script adds them. A term is a dict of
+The terms are in the order of the script's additions. A term is a dict of
 
-    count     what its sum is divided by to make a mean of it; None: nothing
-    own       the number of this rank's targets; None: not known
-    factor    the number that the mean is multiplied by
-    outer     the numbers by which the whole sum of terms is multiplied
-    inner     the numbers by which this term alone is; divided: those of them that divide it, as divisors
+    count     the divisor that turns its sum into a mean; None: there is none
+    own       the number of this rank's targets; None: unknown
+    factor    the number that multiplies the mean
+    outer     the numbers that multiply the whole sum of terms
+    inner     the numbers that multiply this term only; divided: the divisors among them
     kind      "mean", "sum", "weighed" or "other"
-    weights   [checksum, sum, number] of the vector that weighs means over this rank's rows; or None
+    weights   [checksum, sum, number of elements] of the vector that weights means over this rank's rows; or None
 
-"weighed" is sum_e f_e * mean_rows(p_e), with f constant and not negative: the load balancing of a mixture of experts,
-where f are the fractions of the tokens that each expert gets.
+"weighed" is sum_e f_e * mean_rows(p_e), with f constant and not negative. This is the load-balancing loss of a mixture
+of experts: f_e is the fraction of the tokens that expert e gets.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ TRANSPARENT = {"ToCopyBackward0", "CloneBackward0", "ViewBackward0", "SqueezeBac
                "NegBackward0", "RsubBackward1"}  # fmt: skip
 SCALED = {"DivBackward0", "DivBackward1", "MulBackward0", "MulBackward1"}
 ADDED = ("AddBackward0", "SubBackward0")
-_MIN_DIVISOR = 1.9  # a factor above 1 / this is a weight, and not a division by the number of micro-batches
-_DEPTH = 12  # nodes between a loss and what it is a mean of
+_MIN_DIVISOR = 1.9  # a factor above 1 / this is a weight, not a division by the number of micro-batches
+_DEPTH = 12  # maximum nodes between a loss and its mean
 _MAX_DEPTH, _MAX_TERMS = 40, 8
 _MAX_WEIGHTS = 4096  # elements of a vector of weights
-_SIGN = 1 << 63  # a negative number is saved as one without a sign
+_SIGN = 1 << 63  # torch saves a negative number as an unsigned one
 _SUMS = ("SumBackward0", "MeanBackward0")
 _OF_ROWS = ("SumBackward1", "MeanBackward1")
 _PRODUCTS = ("MmBackward0", "AddmmBackward0")
@@ -49,8 +49,8 @@ _SHAPES = (*TRANSPARENT, "UnsqueezeBackward0", "ExpandBackward0", "TransposeBack
 _ELEMENTWISE = ("PowBackward0", "SubBackward0", "AddBackward0", "AbsBackward0", "NegBackward0", *LOSSES)
 
 Term = dict[str, Any]
-Factor = tuple[bool, float]  # is it a division? what is multiplied by
-Step = tuple[Any, str, list[Any]]  # a node, its name, the nodes below it
+Factor = tuple[bool, float]  # (is it a division?, the multiplier)
+Step = tuple[Any, str, list[Any]]  # (a node, its name, the nodes below it)
 
 
 # --- the nodes
@@ -61,7 +61,7 @@ def _below(node: Any) -> list[Any]:
 
 
 def _down(node: Any, depth: int = _MAX_DEPTH) -> Iterator[Step]:
-    """A node and those below it, always the first child's."""
+    """A node and the nodes below it, following the first child."""
     for _ in range(depth):
         if node is None:
             return
@@ -71,17 +71,17 @@ def _down(node: Any, depth: int = _MAX_DEPTH) -> Iterator[Step]:
 
 
 def _opaque(node: Any) -> Any:
-    """The first node from this one on that does something to the values; None where there is none."""
+    """The first node that changes the values, from this node down; None if there is none."""
     return next((one for one, name, _ in _down(node) if name not in TRANSPARENT), None)
 
 
 def _reduction(node: Any) -> str:
-    """How a loss is reduced: "none", "mean" or "sum"."""
+    """The reduction of a loss function: "none", "mean" or "sum"."""
     return ("none", "mean", "sum")[saved(node, "reduction", 1)]
 
 
 def _factor(node: Any) -> float | None:
-    """The single number by which a node multiplies; None where there is no such number."""
+    """The single number that a node multiplies by; None if there is no such number."""
     value = saved(node, "other")
     value = saved(node, "self") if value is None else value
     if node.name() not in SCALED or value is None or (isinstance(value, torch.Tensor) and value.numel() != 1):
@@ -97,7 +97,7 @@ def _divides(node: Any) -> bool:
 
 
 def _is_sum(node: Any) -> bool:
-    """Is it the sum of elements, or of a loss with reduction="sum"?"""
+    """Is a node a sum of elements, or a loss with reduction="sum"?"""
     node = _opaque(node)
     name = "" if node is None else node.name()
     return name in ("SumBackward0", "SumBackward1") or (name in LOSSES and _reduction(node) == "sum")
@@ -107,8 +107,8 @@ def _is_sum(node: Any) -> bool:
 
 
 def loss_kind(root: torch.Tensor) -> str:
-    """ "mean": a mean, or a sum of means (of weighted ones, where one has more than half of its weight). "divided": a
-    mean times 1/2 or less. "other": neither can be said."""
+    """Classify a loss. "mean": a mean, or a sum of means with a weight above 1/2 on at least one of them. "divided": a
+    mean times 1/2 or less, or a sum of such means. "other": anything else."""
     return _kind(root.grad_fn, _DEPTH)
 
 
@@ -133,7 +133,7 @@ def _kind(node: Any, depth: int) -> str:
 
 
 def _counts(nodes: list[Any]) -> tuple[int, ...]:
-    """How many elements, or examples, a node has summed: a division by one of these makes a mean of the sum."""
+    """The number of elements and the number of examples that a node sums. Dividing the sum by either gives a mean."""
     node = _opaque(next(iter(nodes), None))
     name = "" if node is None else node.name()
     if name == "SumBackward0":
@@ -146,10 +146,10 @@ def _counts(nodes: list[Any]) -> tuple[int, ...]:
 
 
 def loss_divisor(root: torch.Tensor) -> list[float] | None:
-    """[what the sum in a loss is divided by to make a mean of it, by what that mean is multiplied].
+    """[divisor that turns the sum in a loss into a mean, factor that multiplies the mean]; None if there is none.
 
-    The first is the number of targets that are not ignored, the weights of their classes, or what the script divides a
-    sum by. Of several losses that are added, the first that has such a number counts. None: there is none.
+    The divisor is the number of targets that are not ignored, the total weight of their classes, or the divisor that
+    the script applies to a sum. If several losses are added, the first one with a divisor counts.
     """
     return _divisor(root.grad_fn, _DEPTH)
 
@@ -174,9 +174,11 @@ def _divisor(node: Any, depth: int) -> list[float] | None:
 
 
 def mean_sizes(root: torch.Tensor) -> list[list[float]]:
-    """For each term of a loss that is a mean of elements: [their number, by what that mean is multiplied]. A mean of
-    targets, some of which may be ignored, is not among them: `loss_divisor` has it. Of a mean of means (over the
-    elements of a row, then over rows) the outer one counts."""
+    """[number of elements, factor that multiplies the mean] for each term of a loss that is a mean of elements.
+
+    A mean over targets that may be ignored is left out: `loss_divisor` covers it. For a mean of means (over the
+    elements of a row, then over rows), the outer mean counts.
+    """
     return list(_means(root.grad_fn, 1.0, _DEPTH))
 
 
@@ -197,14 +199,14 @@ def _means(node: Any, factor: float, depth: int) -> Iterator[list[float]]:
 
 
 def _mean_size(node: Any) -> int:
-    """How many elements a mean of one number has averaged; 0: not known."""
+    """The number of elements that a mean node averages; 0 if unknown."""
     shape = tuple(saved(node, "self_sym_sizes", ()))
     dims = [dim - (dim > len(shape)) * 2 * _SIGN for dim in saved(node, "dim", ())]
     return math.prod(shape[dim] for dim in dims or range(len(shape))) if shape else 0
 
 
 def _loss_size(node: Any) -> int:
-    """How many elements a loss function has averaged that ignores none; 0: another loss."""
+    """The number of elements that a loss function averages, if it ignores none; 0 for other losses."""
     rows = saved(node, "self")
     plain = saved(node, "total_weight") is None and _reduction(node) == "mean"
     return rows.numel() if plain and rows is not None else 0
@@ -214,14 +216,15 @@ def _loss_size(node: Any) -> int:
 
 
 def loss_terms(root: torch.Tensor) -> list[Term]:
-    """The terms of a loss; [] where it has only one that says nothing."""
+    """The terms of a loss; [] if there is only one term, without a count or weights."""
     found: list[Term] = []
     _walk(root.grad_fn, [], None, found, _MAX_DEPTH)
     return found if len(found) > 1 or any(t["count"] or t["weights"] for t in found) else []
 
 
 def _walk(node: Any, factors: list[Factor], outer: list[Factor] | None, found: list[Term], depth: int) -> None:
-    """Add the terms below a node. factors: the numbers on the way to it, below the first sum; outer: those above it."""
+    """Append the terms below a node to `found`. outer: the multipliers of the whole sum; None above the first addition.
+    factors: the multipliers of this node only."""
     last = None
     for one, name, below in _down(node, depth):
         last, by = next(iter(below), None), _factor(one)
@@ -247,22 +250,22 @@ def _walk(node: Any, factors: list[Factor], outer: list[Factor] | None, found: l
         elif name not in TRANSPARENT and not name.startswith(DDP_NODE):
             found.append(_term("other", factors, outer))
             return
-    if node is not None and last is not None:  # it is deeper
+    if node is not None and last is not None:  # the graph is deeper than the limit
         found.append(_term("other", factors, outer))
 
 
 def _stacked(below: list[Any]) -> list[Any]:
-    """Of a total of stacked numbers, such as a loss of each layer: their nodes."""
+    """The nodes of numbers that are stacked and then summed or averaged, such as one loss per layer."""
     return _below(below[0]) if len(below) == 1 and below[0].name() == "StackBackward0" else []
 
 
 def _is_vector(node: Any) -> bool:
-    """Does a sum over a dimension have just one?"""
+    """Does a sum over a dimension have a one-dimensional input?"""
     return len(saved(node, "self_sym_sizes", ())) == 1
 
 
 def _loss(node: Any, factors: list[Factor], outer: list[Factor] | None) -> Term:
-    """The term of a loss function."""
+    """The term for a loss function."""
     reduction = _reduction(node)
     if reduction == "sum":
         return _term("sum", factors, outer, _nearest_divisor(factors), _targets(node))
@@ -274,7 +277,7 @@ def _loss(node: Any, factors: list[Factor], outer: list[Factor] | None) -> Term:
 
 
 def _sum(node: Any, factors: list[Factor], outer: list[Factor] | None) -> Term:
-    """The term of a sum or mean of all elements, or of a dot product."""
+    """The term for a sum or mean of all elements, or for a dot product."""
     weights = _weights(node if node.name() == "DotBackward0" else next(iter(_below(node)), None))
     if weights is not None:
         return _term("weighed", factors, outer, weights=weights)
@@ -285,7 +288,7 @@ def _sum(node: Any, factors: list[Factor], outer: list[Factor] | None) -> Term:
 
 
 def _nearest_divisor(factors: list[Factor]) -> float | None:
-    """Take out of the factors what the sum below them is divided by: the division that is nearest to it."""
+    """Remove the division nearest to the sum from the factors, and return its divisor; None if there is none."""
     place = max((n for n, (divides, by) in enumerate(factors) if divides and by), default=None)
     return None if place is None else 1 / factors.pop(place)[1]
 
@@ -308,7 +311,7 @@ def _term(
 
 
 def _targets(node: Any) -> float | None:
-    """How many targets a loss with reduction="sum" counts; None where they cannot be counted."""
+    """The number of targets of a loss with reduction="sum"; None if it cannot be counted."""
     target, ignored = saved(node, "target"), saved(node, "ignore_index")
     if target is None or ignored is None or saved(node, "weight") is not None:
         return None
@@ -317,7 +320,7 @@ def _targets(node: Any) -> float | None:
 
 
 def _picks(node: Any) -> bool:
-    """Is it a mean over elements that a mask has picked, whose number differs from batch to batch?"""
+    """Is a node a mean over elements that a mask selects, so that their number differs between batches?"""
     steps = list(_down(node, 7))[1:]
     names = [name for _, name, _ in steps]
     picked = next((n for n, name in enumerate(names) if name in _PICKS), None)
@@ -325,7 +328,7 @@ def _picks(node: Any) -> bool:
 
 
 def _weights(node: Any) -> list[Any] | None:
-    """Of a product of a constant vector with means over this rank's rows: [checksum, sum, number of elements]."""
+    """[checksum, sum, number of elements] of a constant vector that multiplies means over this rank's rows; or None."""
     found = next((s for s in _down(node) if s[1] not in TRANSPARENT and not _factor(s[0])), None)
     if found is None or found[1] not in ("MulBackward0", "DotBackward0"):
         return None
@@ -342,7 +345,7 @@ def _weights(node: Any) -> list[Any] | None:
 
 
 def _is_of_rows(node: Any, columns: int, depth: int) -> bool:
-    """Is it a sum or mean over the rows of a matrix, or a sum of several such, times numbers?"""
+    """Is a node a sum or mean over the rows of a matrix, or an addition of such sums, perhaps times numbers?"""
     for one, name, below in _down(node, depth):
         if name in _OF_ROWS:
             dims, shape = saved(one, "dim", ()), saved(one, "self_sym_sizes", ())
@@ -356,8 +359,8 @@ def _is_of_rows(node: Any, columns: int, depth: int) -> bool:
 
 
 def _is_of_layer(node: Any, columns: int) -> bool:
-    """Are these the outputs of a linear layer with so many of them, perhaps normalised? Then a row is one of all the
-    rank's examples or tokens. (A sum over the first dimension of others may be one over time.)"""
+    """Is a node the output of a linear layer with this many columns, perhaps normalised? Then a row is one of the
+    rank's examples or tokens. (In other matrices the first dimension may be time.)"""
     layer = next((s for s in _down(node) if s[1] not in (*_PER_ROW, *_SHAPES, *SCALED)), None)
     sizes = saved(layer[0], "mat2_sym_sizes", ()) if layer is not None and layer[1] in _PRODUCTS else ()
     return tuple(sizes)[-1:] == (columns,)

@@ -28,10 +28,10 @@ from paceline.torch_private.core import (
 )
 from paceline.torch_private.observed import DDP_AFTER_FORWARD
 
-_MAX_DIGESTED = 40  # forward passes whose inputs are digested
-_MAX_PAST = 8  # forward passes that go past DDP, and initializations of wrapped parameters
-_MAX_NAMED = 4
-_MAX_NORM_EVENTS = 3  # of a batch norm: a DDP module may be constructed after its first forward
+_MAX_DIGESTED = 40  # forward passes with digested inputs
+_MAX_PAST = 8  # recorded events of a kind: forwards that bypass DDP, parameters replaced or initialized after DDP
+_MAX_NAMED = 4  # names of modules in a "mode" event
+_MAX_NORM_EVENTS = 3  # per batch norm: DDP may wrap a module after its first forward
 
 
 class ModelRecorder:
@@ -40,42 +40,42 @@ class ModelRecorder:
     def __init__(self, log: EventLog) -> None:
         self.log = log
         self.ddp_count = 0
-        self.synced_forwards: set[int] = set()  # DDP modules with a forward whose backward will reduce
+        self.synced_forwards: set[int] = set()  # DDP modules with a forward that will be reduced in its backward
         self.unsynced_forwards: set[int] = set()  # DDP modules with a forward under no_sync
-        self.has_reduced: set[int] = set()  # DDP modules that have reduced: the next forward rebuilds their buckets
+        self.has_reduced: set[int] = set()  # DDP modules that have reduced: their next forward rebuilds their buckets
         self._rebuilt: set[int] = set()  # DDP modules that have rebuilt their buckets
         self.ddp_of: Any = WeakIdKeyDictionary()  # parameter -> the number of the DDP module that reduces it
-        self._ddp_holding: Any = WeakIdKeyDictionary()  # module or buffer -> the number of the DDP module that holds it
+        self._ddp_holding: Any = WeakIdKeyDictionary()  # module or buffer -> the number of the DDP module around it
         self._in_batch_norm = False
-        self._forward_depth = 0  # calls of a recorded forward that are under way
+        self._forward_depth = 0  # number of nested recorded forwards under way
         self.before_forward: Callable[[], None] | None = None  # called once, before the next forward
         self._ddp_wrapping: Any = WeakIdKeyDictionary()  # module -> the number of the DDP module that wraps it
         self._unwrapped: Any = WeakIdKeyDictionary()  # root modules that an optimizer trains
-        self._patched_classes: set[type] = set()  # classes whose forward is patched: of wrapped modules and of these
-        self.sync_off = False  # has FSDP been told not to reduce?
+        self._patched_classes: set[type] = set()  # classes with a patched forward: of wrapped and of root modules
+        self.sync_off = False  # has the script turned off FSDP's reduction?
         self._no_sync_lines: set[tuple[Any, ...]] = set()  # lines with a call of no_sync
         # parameter -> (the line that makes it, number of DDP modules at that time)
         self.made_at: Any = WeakIdKeyDictionary()
-        # parameter -> the script's lines on the stack then, where there was a DDP module already
+        # parameter -> the script's lines on the stack when it was made, if there was already a DDP module
         self.made_by: Any = WeakIdKeyDictionary()
-        # parameter -> the line that unfroze it, if there was a DDP module already
+        # parameter -> the line that unfroze it, if there was already a DDP module
         self.unfrozen_at: Any = WeakIdKeyDictionary()
-        self.sharded: Any = WeakIdKeyDictionary()  # parameters of which this process holds a shard
+        self.sharded: Any = WeakIdKeyDictionary()  # parameters with a shard in this process
         self.ddp_modules: Any = weakref.WeakSet()
-        self.rows: int | None = None  # of the first input of the last forward in training mode
+        self.rows: int | None = None  # rows of the first input of the last forward in training mode
         self._hooked_here: Any = WeakIdKeyDictionary()  # parameters with a hook of this recorder
         # batch norm -> (events while its weight was frozen, while it was trained)
         self._norm_counts: Any = WeakIdKeyDictionary()
         self._eval_parts: Any = WeakIdKeyDictionary()  # module -> last recorded names of its parts in evaluation mode
-        # module -> (name, part) for the parts whose forward depends on their mode
+        # module -> (name, part) for each part with a forward that depends on the training mode
         self._mode_parts: Any = WeakIdKeyDictionary()
-        self._train_depth = 0  # calls of nn.Module.train that are under way
-        self._train_line: list[Any] = []  # the line of the last of them
-        # DDP module with find_unused_parameters -> places of the parameters that were reached
+        self._train_depth = 0  # number of nested calls of nn.Module.train under way
+        self._train_line: list[Any] = []  # the line of the last outermost call
+        # DDP module with find_unused_parameters -> positions of the parameters that the backward reached
         self._reached: dict[int, set[int]] = {}
 
     def after_init(self, module: Any, /, *_: Any, **__: Any) -> None:
-        """A DDP module has been constructed."""
+        """Call it after the construction of a DDP module."""
         number = set_number(module, self.ddp_count)
         self.ddp_count += 1
         self.ddp_modules.add(module)
@@ -99,7 +99,7 @@ class ModelRecorder:
                 self._hooked_here[p] = True
 
     def add_trained(self, parameters: list[Any]) -> None:
-        """An optimizer has been constructed: patch the root modules that it trains, since DDP may never wrap them."""
+        """Call it after the construction of an optimizer. Patches its root modules, because DDP may never wrap them."""
         mine = {id(p) for p in parameters}
         for root in root_modules():
             if any(id(p) in mine for p in root.parameters()):
@@ -107,11 +107,11 @@ class ModelRecorder:
                 self._patch_forward(root)
 
     def roots(self) -> list[nn.Module]:
-        """The models that are trained, without DDP's wrappers."""
+        """The trained models, without DDP's wrappers."""
         return [*self._ddp_wrapping, *self._unwrapped]
 
     def not_broadcast(self) -> list[nn.Module]:
-        """Trained models whose buffers DDP does not broadcast."""
+        """Trained models with buffers that DDP does not broadcast."""
         sent = {id(ddp.module) for ddp in self.ddp_modules if ddp.broadcast_buffers}
         by_id = {id(ddp.module): ddp.module for ddp in self.ddp_modules} | {id(root): root for root in self._unwrapped}
         return [root for key, root in by_id.items() if key not in sent]
@@ -130,7 +130,7 @@ class ModelRecorder:
         if torch.is_grad_enabled():
             (self.synced_forwards if module.require_backward_grad_sync else self.unsynced_forwards).add(number)
             self.record_mode(module.module, number)
-            if module.module.training:  # Lightning switches this one alone
+            if module.module.training:  # Lightning changes the mode of the inner module only
                 self.record_inputs(number, (args, options))
         yield from self._inside_forward()
 
@@ -147,7 +147,7 @@ class ModelRecorder:
             due()
 
     def around_inner_forward(self, module: Any, /, *args: Any, **options: Any) -> Generator[None, Any, None]:
-        """The forward of a class whose instances DDP may wrap: is one called past DDP?"""
+        """Record the forward of a class that DDP may wrap, if the call bypasses DDP or the model has no DDP."""
         if self._forward_depth:
             return
         self._run_before_forward()
@@ -162,20 +162,20 @@ class ModelRecorder:
         yield from self._inside_forward()
 
     def before_gradient_sync(self, module: Any, /, requires_gradient_sync: bool = True, **_: Any) -> None:
-        """FSDPModule.set_requires_gradient_sync."""
+        """Call it before FSDPModule.set_requires_gradient_sync."""
         self.sync_off = not requires_gradient_sync
         if self.sync_off:
             self.before_no_sync()
 
     def before_no_sync(self, *_: Any, **__: Any) -> None:
-        """Record the lines that call no_sync, once each."""
+        """Record each line that calls no_sync, once."""
         at = self.log.stack.caller()
         if at and tuple(at) not in self._no_sync_lines:
             self._no_sync_lines.add(tuple(at))
             self.log.record("no_sync", at=at)
 
     def before_register_parameter(self, module: Any, name: str, param: Any) -> None:
-        """Assigning a parameter to an attribute of a module calls it too."""
+        """Remember the line that makes a parameter. Assigning it to an attribute of a module also calls this."""
         old = parameters_of(module).get(name)
         if param is not None:
             at = self.log.stack.caller(lambda frame: frame.f_code.co_name == "__init__")
@@ -187,7 +187,7 @@ class ModelRecorder:
                 self.log.record("replaced", at=at)
 
     def before_requires_grad(self, thing: Any, requires_grad: bool = True) -> None:
-        """requires_grad_ of a module or a tensor: remember the line where there is a DDP module already."""
+        """Remember the line that calls requires_grad_ of a module or tensor, if there is already a DDP module."""
         if self.ddp_count and requires_grad:
             for p in thing.parameters() if isinstance(thing, nn.Module) else (thing,):
                 if not p.requires_grad:
@@ -197,7 +197,7 @@ class ModelRecorder:
         self.log.record("loaded")
 
     def before_initializer(self, tensor: Any, *_: Any, **__: Any) -> None:
-        """A function of torch.nn.init: record calls for parameters that DDP holds already."""
+        """Record calls of torch.nn.init for parameters that DDP already reduces."""
         if self.ddp_count and tensor in self.ddp_of and self.log.few("initialized", _MAX_PAST):
             self.log.record("initialized")
 
@@ -219,7 +219,7 @@ class ModelRecorder:
             self._train_depth -= 1
 
     def record_mode(self, module: nn.Module, number: int | None) -> None:
-        """Before a forward with gradients: which of the parts that depend on their mode are in evaluation mode?"""
+        """Before a forward with gradients, record which mode-dependent parts are in evaluation mode."""
         parts = self._mode_parts.get(module)
         if parts is None:
             parts = [(name, weakref.ref(part)) for name, part in module.named_modules() if _depends_on_mode(part)]
@@ -245,7 +245,8 @@ class ModelRecorder:
                 self.log.record("search", at=[], ddp=number_of(module), seconds=self.log.clock() - began)
 
     def rebuilds_buckets(self, module: Any) -> bool:
-        """Does the forward that starts now rebuild DDP's buckets? The first one after a reduction does, in C++."""
+        """Does the forward that starts now rebuild DDP's buckets? DDP does this in the first forward after a reduction,
+        in C++."""
         number = number_of(module)
         static = bool(getattr(module, "static_graph", False))
         if not torch.is_grad_enabled() or (module.find_unused_parameters and not static):
@@ -256,13 +257,13 @@ class ModelRecorder:
         return True
 
     def has_script_hook(self, parameter: Any) -> bool:
-        """Has the script put a hook on this parameter, which may divide its gradient?"""
+        """Has the script registered a hook on this parameter, which may divide its gradient?"""
         return bool(
             backward_hooks(parameter) or len(accumulated_hooks(parameter) or ()) > (parameter in self._hooked_here)
         )
 
     def pop_reached(self, number: int) -> int | None:
-        """How many of a DDP module's parameters the last backward reached on this rank; None: not known."""
+        """The number of a DDP module's parameters that the last backward reached on this rank; None if unknown."""
         seen = self._reached.get(number)
         count = None if seen is None else len(seen)
         (seen or set()).clear()
@@ -281,7 +282,7 @@ class ModelRecorder:
             self._in_batch_norm = False
 
     def before_functional_batch_norm(self, *args: Any, **options: Any) -> None:
-        """torch.nn.functional.batch_norm, called by a module of the script's own."""
+        """Record torch.nn.functional.batch_norm, unless torch's batch norm modules call it."""
         given = {**dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), args)), **options}
         weight, buffer = given.get("weight"), given.get("running_mean")
         key = weight if weight is not None else buffer
@@ -296,7 +297,7 @@ class ModelRecorder:
         return bool(times < _MAX_NORM_EVENTS and torch.is_grad_enabled())
 
     def _record_norm(self, key: Any, x: torch.Tensor, weight: Any, number: int | None, name: str) -> None:
-        """A batch norm in training mode is about to compute. key: its module, weight or buffer."""
+        """Record a batch norm in training mode before it computes. key: its module, weight or buffer."""
         frozen, trained = self._norm_counts.get(key, (0, 0))
         self._norm_counts[key] = (frozen, trained + 1) if _is_trained(weight) else (frozen + 1, trained)
         kind = type(key).__name__ if isinstance(key, nn.Module) else "batch norm"
@@ -304,13 +305,13 @@ class ModelRecorder:
 
 
 def _depends_on_mode(module: nn.Module) -> bool:
-    """Does the forward of a module depend on whether it is in training mode?"""
+    """Does the forward of a module depend on its training mode?"""
     if isinstance(module, (DropoutBase, nn.RNNBase)):
         return bool(getattr(module, "p", 0) or getattr(module, "dropout", 0))
     if isinstance(module, nn.Module) and type(module).__module__.startswith("torch.nn."):
         return isinstance(module, (NormBase, nn.RReLU)) or bool(getattr(module, "dropout", 0.0))
     methods = [vars(cls)["forward"] for cls in type(module).__mro__ if "forward" in vars(cls) and cls is not nn.Module]
-    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]  # not of a patched function
+    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]  # of unpatched functions
     return any("training" in getattr(code, "co_names", ()) for code in codes)
 
 
@@ -319,7 +320,7 @@ def _is_trained(weight: Any) -> bool:
 
 
 def _names_of(module: nn.Module) -> list[tuple[str, str]]:
-    """(class of the root, name in it) for each root module that holds this one."""
+    """(class of the root, name in it) for each root module that contains this module."""
     return [
         (type(root).__name__, name)
         for root in root_modules()
@@ -329,7 +330,7 @@ def _names_of(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def root_modules() -> list[nn.Module]:
-    """The modules of this process that no other module holds; DDP's wrappers are left out."""
+    """The modules of this process that no other module contains. DDP's wrappers do not count as modules."""
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
     wrappers = (DistributedDataParallel,)
     inner = {id(child) for m in modules if not isinstance(m, wrappers) for child in children_of(m).values()}
@@ -337,7 +338,7 @@ def root_modules() -> list[nn.Module]:
 
 
 def parameter_names() -> Any:
-    """parameter -> its name in the largest root module that holds it."""
+    """parameter -> its name in the largest root module that contains it."""
     found: Any = WeakIdKeyDictionary()
     for root in sorted(root_modules(), key=lambda m: sum(1 for _ in m.parameters())):
         found.update({p: name for name, p in root.named_parameters()})

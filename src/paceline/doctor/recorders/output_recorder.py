@@ -1,4 +1,4 @@
-"""What the script prints, logs and writes (print, sys.stdout, files, logging, json.dump, TensorBoard), and saves."""
+"""The script's output (print, sys.stdout, files, logging, json.dump, TensorBoard) and its checkpoints."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from paceline.launcher.import_hook import after_import
 from paceline.observe.event_log import EventLog
 
 _NUMBER = re.compile(r"\d")
-_VALUE = re.compile(r"\d\.\d")  # a decimal number, which the counts of a progress bar are not
-_OF_TORCH = re.compile(r"(c10d|torch)\b")  # loggers of torch's, which tell of failed collectives
+_VALUE = re.compile(r"\d\.\d")  # a decimal number: the counts of a progress bar are integers
+_OF_TORCH = re.compile(r"(c10d|torch)\b")  # torch's loggers, which report failed collectives
 _PRINTED = (str, int, float, torch.Tensor, np.generic, dict, list, tuple)
 _MAX_OUTPUTS = 3000
 _PREFIX = "module."
 
 
 class OutputRecorder:
-    """The output of this process, up to a number of events."""
+    """Records the output of this process, up to _MAX_OUTPUTS events."""
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
@@ -41,21 +41,21 @@ class OutputRecorder:
             self.log.record("said", at=at, how=how, text=text[:120], vars=self.log.shared.variables.numbers())
 
     def around_print(self, *args: Any, **options: Any) -> Generator[None, Any, None]:
-        self._printing = True  # it writes to sys.stdout
+        self._printing = True  # print writes to sys.stdout
         try:
             yield
         finally:
             self._printing = False
-        if not isinstance(options.get("file"), io.StringIO):  # `dis` prints so, and datasets hashes functions with it
+        if not isinstance(options.get("file"), io.StringIO):  # datasets hashes functions by `dis`, which prints so
             self._record_output("print", " ".join(str(a) for a in args if isinstance(a, _PRINTED)))
 
     def before_write(self, text: str) -> None:
-        """sys.stdout.write, which tqdm.write and rich call too."""
+        """Record text for sys.stdout.write, unless print writes it. tqdm.write and rich also call sys.stdout.write."""
         if not self._printing and _VALUE.search(text):
             self._record_output("sys.stdout", text)
 
     def around_open(self, *_: Any, **__: Any) -> Generator[None, Any, None]:
-        """open, where the script itself opens a file for writing. What it writes into the file is not recorded."""
+        """Record that the script opens a file for writing. The text that it writes is not recorded."""
         file = yield
         mode = getattr(file, "mode", "")
         at = self.log.stack.caller() if isinstance(mode, str) and mode[:1] in ("w", "a", "x") else []
@@ -94,7 +94,7 @@ class OutputRecorder:
 
 
 def _prefixed_name(value: Any, depth: int = 0) -> str:
-    """The first name in a dictionary of tensors whose names all begin with DDP's `module.`; or else ""."""
+    """The first name in a dictionary of tensors if all names begin with DDP's `module.`; otherwise ""."""
     if not isinstance(value, dict) or depth > 3:
         return ""
     names = [str(name) for name, item in value.items() if isinstance(item, torch.Tensor)]

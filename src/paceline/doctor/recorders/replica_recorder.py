@@ -1,7 +1,7 @@
-"""What must be equal on all replicas of a model: weights, gradients, the optimizer's state and settings.
+"""Everything that must be equal on all replicas of a model: weights, gradients, the optimizer's state and settings.
 
-At some steps each rank records samples of these tensors (observe/digests.py), which the rules compare. One thing a
-process can see by itself: that its weights changed between two steps, not by its optimizer.
+At some steps each rank records samples of these tensors (observe/digests.py), and the rules compare the ranks' samples.
+One fault needs no comparison: weights changed between two steps, but not by the optimizer.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from paceline.observe.event_log import EventLog
 from paceline.torch_private.core import BatchNormBase, buffers_of, unsaved_buffers, version_of
 
 _MAX_TENSORS = 2000
-_EVERY, _FIRST = 50, 4  # steps are compared every so often, and all of the first
+_EVERY, _FIRST = 50, 4  # compare every 50th step, and the first 4 steps
 _MAX_GRADIENTS = 400  # backward passes after which an optimizer's gradients are sampled
-# Tensors of which a fingerprint has one value; steps that have fingerprints.
+# Number of weights with a value in a fingerprint; maximum number of steps with fingerprints.
 _FINGERPRINTED, _MAX_FINGERPRINTED_STEPS = 24, 2000
 _MAX_BUFFERS = 64
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
@@ -34,24 +34,24 @@ class ReplicaRecorder:
 
     def __init__(self, log: EventLog) -> None:
         self._log, self._models = log, log.shared.models
-        self._names: Any = WeakIdKeyDictionary()  # parameter -> name; weak, since a later one may get a dead one's id
+        self._names: Any = WeakIdKeyDictionary()  # parameter -> name; weak, because an id may be used again
         self._local_gradients: dict[int, Sample] = {}  # optimizer -> its gradients after the last backward
-        self._fingerprints: dict[int, tuple[int, str]] = {}  # optimizer -> of its weights after its last step
+        self._fingerprints: dict[int, tuple[int, str]] = {}  # optimizer -> fingerprint after its last step
 
     @staticmethod
     def is_compared(step: int) -> bool:
-        """Is this step, counted from 1, one of those that are compared?"""
+        """Are the ranks compared at this step (counted from 1)?"""
         return step <= _FIRST or (step & (step - 1)) == 0 or step % _EVERY == 0
 
     def after_backward(self, optimizers: Iterable[Any], made: Callable[[int], int]) -> None:
-        """Sample the gradients as the backward leaves them. made: an optimizer's number -> its steps so far."""
+        """Sample the gradients right after a backward. made: an optimizer's number -> its steps so far."""
         for optimizer in optimizers:
             number = number_of(optimizer)
             if self.is_compared(made(number) + 1) and self._log.few("gradients", _MAX_GRADIENTS):
                 self._local_gradients[number] = self._sample(optimizer, lambda p: p.grad)
 
     def before_step(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:
-        """The fields that an optimizer's "before" event gets from here. made: the steps that it has made."""
+        """Return fields of an optimizer's "before" event. made: the number of its steps so far."""
         if 0 < made <= _MAX_FINGERPRINTED_STEPS and self._fingerprint(optimizer) != self._fingerprints.get(number):
             self._log.record("moved", opt=number, step=made)
         if not self.is_compared(made + 1):
@@ -66,7 +66,7 @@ class ReplicaRecorder:
         }
 
     def after_step(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:
-        """The fields that an optimizer's "step" event gets from here. made: the steps that it has made."""
+        """Return fields of an optimizer's "step" event. made: the number of its steps so far."""
         self._local_gradients.pop(number, None)
         if made <= _MAX_FINGERPRINTED_STEPS:
             self._fingerprints[number] = self._fingerprint(optimizer)
@@ -76,14 +76,14 @@ class ReplicaRecorder:
         return {"weights": self._sample(optimizer, lambda p: p), "state": self._state(optimizer)}
 
     def _record_buffers(self, number: int, made: int) -> None:
-        """At the first forward after a step, when the script or a library has done what it does after its steps."""
+        """Record buffers at the first forward after a step, when the script or a library has finished the step."""
         with self._log.overhead():
             found, sent = self._unbroadcast_buffers(), self._broadcast_buffers()
             if found or sent:
                 self._log.record("buffers", opt=number, step=made, buffers=found, sent=sent)
 
     def _broadcast_buffers(self) -> Sample:
-        """Buffers of the script's own modules that DDP is about to overwrite with rank 0's."""
+        """Buffers of the script's modules that DDP is about to overwrite with rank 0's buffers."""
         found: Sample = {}
         for ddp in self._models.ddp_modules:
             parts = ddp.module.named_modules() if ddp.broadcast_buffers else ()
@@ -103,8 +103,8 @@ class ReplicaRecorder:
         }
 
     def _unbroadcast_buffers(self) -> Sample:
-        """Buffers that nothing sends to the other ranks. Batch norm's are among them only where DDP was told not to
-        broadcast: elsewhere its statistics are a finding of their own."""
+        """Buffers that are never sent to other ranks. Buffers of batch norm count only inside DDP with
+        broadcast_buffers=False. Without DDP, batch norm has a separate finding."""
         found: Sample = {}
         wrapped = {id(ddp.module) for ddp in self._models.ddp_modules}
         for root in self._models.not_broadcast():
@@ -117,19 +117,19 @@ class ReplicaRecorder:
         return found
 
     def _fingerprint(self, optimizer: Any) -> Any:
-        """The sum of the weights' versions, which in-place operations count up, and a value of some weights, since a
-        write to `.data` counts nothing."""
+        """(the sum of the weights' version counters, one value of some weights). In-place operations increment the
+        counters. A write to `.data` does not, but it changes values."""
         weights = [p for p in parameters(optimizer) if self._is_full(p) and p.numel()]
         some = [p.detach().reshape(-1)[0] for p in weights[:: max(1, len(weights) // _FINGERPRINTED)]]
         values = torch.stack([s.double() for s in some]).tolist() if some else []
-        return sum(version_of(p) for p in weights), str(values)  # as text, in which NaN is NaN
+        return sum(version_of(p) for p in weights), str(values)  # as text: NaN is not equal to NaN
 
     def _is_full(self, p: Any) -> bool:
-        """Is the parameter a plain tensor, of which this process holds all?"""
+        """Is the parameter a plain tensor that this process holds completely?"""
         return type(p) in (torch.nn.Parameter, torch.Tensor) and p not in self._models.sharded
 
     def _sample(self, optimizer: Any, of: Callable[[Any], torch.Tensor | None]) -> Sample:
-        """name -> sample of `of(parameter)`, without sharded parameters."""
+        """name -> sample of `of(parameter)`. Sharded parameters are left out."""
         found: Sample = {}
         for name, p in self.named(optimizer)[:_MAX_TENSORS]:
             tensor = of(p) if self._is_full(p) else None
@@ -138,7 +138,7 @@ class ReplicaRecorder:
         return found
 
     def _state(self, optimizer: Any) -> Sample:
-        """ "key of name" -> sample of a tensor of the optimizer's state."""
+        """ "key of name" -> sample of each tensor in the optimizer's state."""
         found: Sample = {}
         for name, p in self.named(optimizer)[:_MAX_TENSORS]:
             for key, value in optimizer.state.get(p, {}).items() if self._is_full(p) else ():
@@ -147,17 +147,17 @@ class ReplicaRecorder:
         return found
 
     def _outside_ddp(self, optimizer: Any) -> dict[str, Any]:
-        """name -> [line that unfroze or made it, how it comes to be outside, call stack of its making], of what no DDP
-        module reduces."""
+        """For each trained parameter that no DDP module reduces: name -> [line that unfroze or made the parameter, why
+        DDP does not reduce it, call stack of its creation]."""
         models, found = self._models, {}
         for name, p in self.named(optimizer):
             if models.ddp_count and p.requires_grad and p not in models.ddp_of:
                 at, before = models.made_at.get(p, ([], 0))
                 thawed = models.unfrozen_at.get(p)
                 wrapped = any(p is q for module in models.ddp_modules for q in module.parameters())
-                how = "made after it" if before else "trained by the optimizer beside DDP's"
+                how = "made after DDP wrapped the model" if before else "never part of a DDP module"
                 if wrapped:
-                    how = "added to its module later" if before else "frozen when it wrapped their module"
+                    how = "added to the DDP module later" if before else "frozen when DDP wrapped the model"
                 found[name] = [thawed or at, how, models.made_by.get(p, []) if before and not thawed else []]
         return found
 
@@ -166,7 +166,7 @@ class ReplicaRecorder:
         return {name: self._models.made_at.get(p, ([], 0))[0] for name, p in self.named(optimizer)[:_MAX_TENSORS]}
 
     def named(self, optimizer: Any) -> list[tuple[str, torch.Tensor]]:
-        """(name, parameter) of an optimizer. Names are unique: two models may have the same ones."""
+        """(name, parameter) for each parameter of an optimizer. Names are unique, even if two models share names."""
         found: dict[str, torch.Tensor] = {}
         for place, p in enumerate(parameters(optimizer)):
             if p not in self._names:

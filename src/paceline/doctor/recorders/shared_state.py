@@ -1,4 +1,4 @@
-"""What doctor's recorders know of each other."""
+"""The state that doctor's recorders share."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-NUMBER = "_paceline_doctor"  # the attribute by which a recorded object knows its number, or its name
+NUMBER = "_paceline_doctor"  # the attribute that holds a recorded object's number or name
 
 
 @dataclass
 class RecorderState:
-    """`log.shared`. The recorders put themselves here when they are installed."""
+    """`log.shared`. Each recorder registers itself here when it is installed."""
 
-    directory: str  # where the files go
+    directory: str  # the folder of the files
     rank: int
-    steps: int | None  # the script is ended after so many optimizer steps; None: it ends itself
+    steps: int | None  # end the script after this number of optimizer steps; None: it ends itself
     models: Any = None  # the ModelRecorder
     collectives: Any = None  # the CollectiveRecorder
     variables: Any = None  # the VariableRecorder
     draws: Any = None  # the DrawRecorder
-    optimizers: Any = field(default_factory=weakref.WeakSet)  # the script's optimizers that are alive
+    optimizers: Any = field(default_factory=weakref.WeakSet)  # the script's live optimizers
     backward_since_step: bool = False  # has a backward ended since the last optimizer step?
     clipped_gradients: set[int] = field(default_factory=set)  # id of each gradient that the last clipping made smaller
 
 
 def number_of(thing: Any) -> Any:
-    """The number, or the name, that a recorder gave an object; None: it gave none."""
+    """The number or name that a recorder gave an object; None if it has none."""
     return getattr(thing, "__dict__", {}).get(NUMBER)
 
 
 def set_number(thing: Any, number: Any) -> Any:
-    """Give an object its number, or its name, if it has none. Returns the one that it has."""
+    """Give an object a number or name unless it has one. Returns its number or name."""
     return thing.__dict__.setdefault(NUMBER, number)

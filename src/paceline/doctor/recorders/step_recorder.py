@@ -24,35 +24,35 @@ from paceline.torch_private.observed import measured_by_ddp, parts_of_schedule, 
 _LENGTH = re.compile(
     r"(total|train\w*|max|decay|num)_?(steps|iters?|iterations|updates)$|^(t_max|total|steps)$", re.IGNORECASE
 )
-_MAX_MAGNITUDES = 120  # sums over gradients, each of which waits for the device
-_MAX_CLIPS = 50  # calls of clipping whose effect is measured
-_MAX_COUNTED = 400  # backward passes, or calls of zero_grad, that are looked into
-_MAX_SHARDS, _SHARD_TOLERANCE = 24, 1e-4  # sharded gradients of an optimizer; by how much their factors may differ
+_MAX_MAGNITUDES = 120  # sums over gradients, since each sum waits for the device
+_MAX_CLIPS = 50  # clipping calls with a measured effect
+_MAX_COUNTED = 400  # inspected backward passes; recorded calls of zero_grad
+_MAX_SHARDS, _SHARD_TOLERANCE = 24, 1e-4  # sharded gradients per optimizer; relative difference of their factors
 
 
 class StepLimitReached(SystemExit):
-    """Ends the script: the optimizer steps that were asked for have been made."""
+    """Ends the script: it has made the requested optimizer steps."""
 
 
 class _StepRecorder:
-    """The state of training in this process. Optimizers and schedulers are numbered as they are constructed."""
+    """The state of training in this process. Optimizers and schedulers are numbered in order of construction."""
 
     def __init__(self, log: EventLog) -> None:
         self.log, self._shared, self.models = log, log.shared, log.shared.models
         self._optimizer_count = 0
         self._scheduler_count = 0
-        self._scheduler_depth = 0  # calls of a scheduler's step under way: a scheduler may step others
-        self._steps: dict[int, int] = {}  # optimizer -> steps made
+        self._scheduler_depth = 0  # nested calls of a scheduler's step under way: a scheduler may step others
+        self._steps: dict[int, int] = {}  # optimizer -> number of steps made
         self.replicas = ReplicaRecorder(log)
         self._backward_count = 0
         self._owner: Any = WeakIdKeyDictionary()  # parameter -> id(optimizer)
         self._scalers: list[Any] = []
-        self._magnitude: float | None = None  # of the gradients, after the last backward
-        self._ratio_at_clip: float | None = None  # the magnitude at the first clipping since, by that
+        self._magnitude: float | None = None  # magnitude of the gradients after the last backward
+        self._ratio_at_clip: float | None = None  # magnitude at the next clipping, divided by _magnitude
         self._magnitude_count = 0
-        # optimizer -> numbers of the backward passes whose gradients its parameters hold
+        # optimizer -> numbers of the backward passes that its current gradients come from
         self._holds: dict[int | None, list[int]] = {}
-        self._shards: dict[int, list[float]] = {}  # optimizer -> the magnitudes of its sharded gradients then
+        self._shards: dict[int, list[float]] = {}  # optimizer -> magnitudes of sharded gradients after that backward
         self._had_gradient: set[int] = set()  # id of each parameter with a gradient since its optimizer's last step
 
     # --- backward
@@ -63,13 +63,13 @@ class _StepRecorder:
         models.synced_forwards.clear()
         models.unsynced_forwards.clear()
         about: dict[str, Any] = {"synced": synced, "local": local}
-        with log.overhead():  # whatever happens to this, the backward is recorded
+        with log.overhead():  # even if this fails, the backward is recorded
             root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
             plain = (args[0] if args else options.get("grad_tensors")) is None
             about |= self._describe_loss(root if plain else None)
             self._find_dropped(shared.optimizers, [])
             if any(models.has_script_hook(p) for o in shared.optimizers for p in parameters(o)):
-                about["mean"] = "other"  # which may divide the gradients
+                about["mean"] = "other"  # a hook may divide the gradients
             shared.collectives.invalidate(backward=True)
         op = "DDP's gradients" if synced else "backward"
         try:
@@ -91,7 +91,7 @@ class _StepRecorder:
         log.record("backward", unsent=models.sync_off, library=log.stack.called_by_library(), **about)
 
     def _describe_loss(self, root: torch.Tensor | None) -> dict[str, Any]:
-        """The fields of a "backward" event that say what its loss is. None: not one plain loss."""
+        """The fields of a "backward" event about its loss. root=None: backward does not start from one plain loss."""
         if root is None or root.numel() != 1:
             return {"mean": "other", "form": "other", "count": None, "terms": [], "means": []}
         kind, few = loss_kind(root), self._backward_count < _MAX_COUNTED
@@ -99,7 +99,7 @@ class _StepRecorder:
         return {"mean": kind, "form": kind, "count": count, "terms": terms, "means": means}
 
     def _note_gradients(self) -> None:
-        """After a backward: what its gradients are, for what happens to them until the step."""
+        """After a backward, record the state of the gradients, to detect changes before the step."""
         optimizers = self._shared.optimizers
         self.replicas.after_backward(optimizers, lambda number: self._steps.get(number, 0))
         self._magnitude, self._ratio_at_clip = self._gradient_magnitude(), None
@@ -110,13 +110,13 @@ class _StepRecorder:
         self._shards = {number_of(o): self._shard_magnitudes(o) for o in optimizers}
 
     def _shard_magnitudes(self, optimizer: Any) -> list[float]:
-        """The magnitudes of this process's shards of some sharded gradients."""
+        """The magnitudes of this rank's shards of some sharded gradients."""
         some = [p.grad for p in parameters(optimizer) if hasattr(p.grad, "to_local")][:_MAX_SHARDS]
         few = self._backward_count <= _MAX_COUNTED
         return [float(g.to_local().detach().abs().sum()) for g in some] if few else []
 
     def _shard_factor(self, optimizer: Any) -> float | None:
-        """The number by which these shards have been multiplied since the backward; None: not one number."""
+        """The factor that multiplied the sharded gradients since the last backward; None if their factors differ."""
         before, now = self._shards.get(number_of(optimizer), []), self._shard_magnitudes(optimizer)
         pairs = [(b, n) for b, n in zip(before, now) if b > 0]
         if not pairs or len(before) != len(now):
@@ -125,23 +125,23 @@ class _StepRecorder:
         return factors[0] if max(factors) - min(factors) <= _SHARD_TOLERANCE * max(factors) else None
 
     def after_zero_grad(self, thing: Any, /, *_: Any, **__: Any) -> None:
-        """Of an optimizer or a module."""
+        """After zero_grad of an optimizer or a module, record dropped gradients."""
         self._find_dropped([thing] if isinstance(thing, Optimizer) else self._shared.optimizers, None)
 
     def _find_dropped(self, optimizers: Iterable[Any], at: list[Any] | None) -> None:
-        """Record the backward passes whose gradients have gone before a step used them.
+        """Record backward passes with gradients that were dropped before a step used them.
 
-        at: [] where no line is known; None: the line that makes the current call.
+        at: [] if the line is unknown; None: the line of the current call.
         """
         for o in optimizers:
-            number = getattr(o, "_paceline_doctor", None)  # Lightning's wrapper asks the optimizer inside
+            number = getattr(o, "_paceline_doctor", None)  # Lightning's wrapper forwards this to the inner optimizer
             held = self._holds.get(number)
             if held and not any(_is_there(p.grad) for p in parameters(o)) and self.log.few("dropped", _MAX_COUNTED):
                 self.log.record("dropped", at=at, opt=number, passes=list(held))
                 held.clear()
 
     def _gradient_magnitude(self) -> float:
-        """The magnitude of some gradients; 0.0 once it has been computed often enough."""
+        """The sum of magnitudes in some gradients; 0.0 after _MAX_MAGNITUDES calls."""
         self._magnitude_count += 1
         if self._magnitude_count > _MAX_MAGNITUDES:
             return 0.0
@@ -154,9 +154,9 @@ class _StepRecorder:
         return share is not None and share < 0.75
 
     def _gradient_ratio(self, scaled: bool = False) -> float | None:
-        """The magnitude of the gradients now, by that after the last backward.
+        """The current magnitude of the gradients divided by their magnitude after the last backward.
 
-        scaled: the loss scale is in both of them.
+        scaled: do both magnitudes contain the loss scale?
         """
         if not self._magnitude or self._magnitude_count >= _MAX_MAGNITUDES:
             return None
@@ -164,7 +164,7 @@ class _StepRecorder:
         return self._gradient_magnitude() * factor / self._magnitude
 
     def _loss_scale(self) -> float:
-        """The loss scale that the gradients of the last backward were multiplied by."""
+        """The loss scale that multiplied the gradients of the last backward."""
         used = (s for s in self._scalers if getattr(s, "_paceline_doctor_scaled", False))
         return next((scale for s in used if (scale := scale_of(s)) is not None), 1.0)
 
@@ -203,7 +203,7 @@ class _StepRecorder:
             )  # fmt: skip
 
     def _lacks_gradient(self, parameter: torch.Tensor) -> bool:
-        """Has the parameter no gradient, or zeros that the script put there since the backward?"""
+        """Does the parameter have no gradient, or only zeros that did not come from a backward since the last step?"""
         grad = parameter.grad
         return grad is None or bool(self._had_gradient and id(parameter) not in self._had_gradient and not grad.any())
 
@@ -220,28 +220,28 @@ class _StepRecorder:
         with self.log.overhead():
             alike = self.replicas.after_step(optimizer, number, made)
             state = machine_state() if self.replicas.is_compared(made) else None
-            rescaled = self._rescaled()  # by a hook of the optimizer's, or in its own step
+            rescaled = self._rescaled()  # by a hook of the optimizer, or inside its step
             self._magnitude = self._ratio_at_clip = None
             self.log.record("step", now=True, opt=number, step=made, machine=state, rescaled=rescaled, **alike)
 
     def _ddp_comm_seconds(self) -> dict[int, float]:
-        """DDP module -> the seconds of communication that DDP itself has measured, which it does in some iterations."""
+        """DDP module -> seconds of communication, as DDP measured them in some iterations."""
         found = {}
         for module in list(self.models.ddp_modules):
             try:
                 found[number_of(module)] = measured_by_ddp(module).get("avg_backward_comm_time", 0) / 1e9
-            except Exception:  # a private call
+            except Exception:  # a private API of torch
                 continue
         return found
 
     def after_load_state_dict(self, thing: Any, /, *_: Any, **__: Any) -> None:
-        """Of an optimizer, or a scheduler."""
+        """Record load_state_dict of an optimizer or a scheduler."""
         self.log.record("restored", opt=number_of(getattr(thing, "optimizer", thing)))
 
     # --- schedulers
 
     def patch_scheduler(self, cls: Any) -> None:
-        """Patch a class of schedulers: its constructor, and its own step if it has one."""
+        """Patch a scheduler class: its constructor, and its load_state_dict and step if it defines them."""
         if "__init__" in vars(cls):
             self.log.patches.around(cls, "__init__", self.around_scheduler_init)
         if "load_state_dict" in vars(cls):
@@ -296,7 +296,7 @@ class _StepRecorder:
         self._shared.clipped_gradients = {id(g) for g in grads} if changed else set()
 
     def _scale_in(self, parameters: list[torch.Tensor]) -> float | None:
-        """The loss scale that is in these gradients; None where none is."""
+        """The loss scale in the gradients of these parameters; None if they have none."""
         owners = {self._owner.get(p) for p in parameters}
         for scaler in self._scalers:
             scale = scale_of(scaler)
@@ -314,7 +314,7 @@ class _StepRecorder:
 
 
 def _given_a_list(original: Any) -> Any:
-    """A function of parameters, which may be given as a generator: the recorder reads them too."""
+    """Wrap a clipping function: turn an iterator of parameters into a list, because the recorder reads it too."""
 
     def clip_(parameters: Any, *args: Any, **options: Any) -> Any:
         parameters = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -328,7 +328,7 @@ def _magnitudes(gradients: list[torch.Tensor]) -> list[float]:
 
 
 def _is_there(grad: torch.Tensor | None) -> bool:
-    """Is it a gradient, and not zeros? Of a sharded one this process's shard counts: nothing is communicated."""
+    """Is there a gradient with an element other than 0? Of a sharded gradient, only the local shard is read."""
     if grad is None or grad.layout is not torch.strided:
         return grad is not None
     own = grad.to_local() if hasattr(grad, "to_local") else grad
@@ -343,7 +343,7 @@ def _as_float(value: Any) -> float | None:
 
 
 def describe_scheduler(scheduler: Any) -> dict[str, Any]:
-    """The fields by which a scheduler's events describe it. horizon: its length in its own steps, where it has one."""
+    """The fields that describe a scheduler in its events. horizon: its length in its own steps, or None."""
     kind, name, horizon = _schedule_length(scheduler)
     base = _as_float(next(iter(getattr(scheduler, "base_lrs", [])), None))
     count = getattr(scheduler, "last_epoch", None)
@@ -352,7 +352,7 @@ def describe_scheduler(scheduler: Any) -> dict[str, Any]:
 
 
 def _schedule_length(scheduler: Any) -> tuple[str, str, int | None]:
-    """(class, name of the length, length) of a scheduler; of a SequentialLR all its parts together."""
+    """(class, name of the length setting, length) of a scheduler; for a SequentialLR, of all parts together."""
     kind = type(scheduler).__name__
     parts, start = parts_of_schedule(scheduler)
     if kind == "SequentialLR" and parts:
@@ -371,8 +371,8 @@ def _schedule_length(scheduler: Any) -> tuple[str, str, int | None]:
 
 
 def _length_of_lambda(function: Any) -> tuple[str, int | None]:
-    """(name, value) of the length that a function of the step was given: an argument bound by functools.partial, as
-    transformers' schedules have it, or a variable of the function around it."""
+    """(name, value) of the length in a lambda schedule: an argument bound by functools.partial, as in transformers'
+    schedules, or a variable of the enclosing function."""
     bound = dict(getattr(function, "keywords", None) or {})
     code = getattr(function, "__code__", None)
     for name, cell in zip(code.co_freevars if code else (), getattr(function, "__closure__", None) or ()):

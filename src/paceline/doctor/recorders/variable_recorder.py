@@ -1,8 +1,8 @@
-"""The numbers in the script's variables at the end of a loop over a DataLoader, at a small collective, and where
-something is logged: hits, sums, counts.
+"""The numbers in the script's variables (hits, sums, counts) at the end of a loop over a DataLoader, at a small
+collective, and when something is logged.
 
-They say what a metric was computed from. With them a rule can tell that a rank divided its own 57 hits by the 128
-examples of all ranks, which neither the calls nor the text alone show.
+The numbers show how a metric is computed. For example, a rule can conclude that a rank divided its local 57 hits by the
+128 examples of all ranks. The recorded calls and the source do not show that.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch
 from paceline.observe.event_log import EventLog
 from paceline.observe.script_stack import Owner
 
-_MAX_CAPTURES = 400  # of a run
-_MAX_NUMBERS = 96  # of a capture
-_MAX_FRAMES, _MAX_NAMES = 4, 300  # of the script; variables of a frame
-_MAX_ELEMENTS, _MAX_ITEMS, _MAX_ATTRIBUTES = 6, 16, 40  # of a tensor, a dictionary, an object
-_MAX_DEPTH = 2  # a meter in a dictionary, an attribute of `self`
+_MAX_CAPTURES = 400  # per run
+_MAX_NUMBERS = 96  # per capture
+_MAX_FRAMES, _MAX_NAMES = 4, 300  # frames of the script; variables per frame
+_MAX_ELEMENTS, _MAX_ITEMS, _MAX_ATTRIBUTES = 6, 16, 40  # of a tensor, of a dictionary, of an object
+_MAX_DEPTH = 2  # levels of dictionaries and objects, such as a meter in an attribute of `self`
 
 
 class VariableRecorder:
@@ -34,8 +34,8 @@ class VariableRecorder:
         self.pass_ended = False  # has a pass over a loader ended since the last backward?
 
     def numbers(self) -> dict[str, float] | None:
-        """name -> value of the numbers in the script's frames, the innermost first, and in the attributes of the models
-        that are trained. None where enough was read."""
+        """name -> value of each number in the script's frames, innermost first, and in the attributes of the trained
+        models. None if no pass has ended since the last backward, or after _MAX_CAPTURES calls."""
         if not self.pass_ended or not self.log.few("captures", _MAX_CAPTURES):
             return None
         found: dict[str, float] = {}
@@ -63,9 +63,9 @@ class VariableRecorder:
 
 
 def _numbers_in(name: str, value: Any, depth: int, own: Callable[[type], bool]) -> Iterator[tuple[str, float]]:
-    """(path, number) of a number, a small tensor, or of what a dictionary or an object holds.
+    """(path, number) for each number in a value: a number, a small tensor, a dictionary or an object.
 
-    own: is a class the script's own?
+    own: does the script define a class?
     """
     number = _as_number(value)
     if number is not None:
@@ -94,7 +94,7 @@ def _as_number(value: Any) -> float | None:
         return None
     try:
         number = float(value)
-    except OverflowError:  # a long integer
+    except OverflowError:  # a very large integer
         return None
     return number if math.isfinite(number) else None
 

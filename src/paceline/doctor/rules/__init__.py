@@ -1,21 +1,21 @@
-"""Rules: from the events that the recorders wrote to findings. Pure.
+"""Rules: turn the events that the recorders wrote into findings. Pure functions.
 
-recorded_run.py       the events of all ranks, and the questions that several rules ask of them
+recorded_run.py       the events of all ranks, and queries that several rules share
 data_rules.py         examples read twice or never, the order of the epochs
-metric_rules.py       what a metric is divided by, and what is averaged, by the numbers in the script's variables
-evaluation_rules.py   padding's duplicates, metrics of one rank's shard
-padded_rows.py        rows of examples that are padded to different widths
-gathered_results.py   does the script drop the duplicates from what it exchanged?
+metric_rules.py       wrong divisors and averages of metrics, from the numbers in the script's variables
+evaluation_rules.py   padded duplicates, metrics of one rank's shard
+padded_rows.py        compare rows of examples that are padded to different widths
+gathered_results.py   does the script drop the duplicates from gathered results?
 model_rules.py        batch norm, modes, parameters without gradients, means of unequal counts
-replica_rules.py      weights that differ between ranks: by the place of the first difference
+replica_rules.py      weights that differ between ranks, located by the first difference
 schedule_rules.py     learning rates, schedulers, accumulation, clipping
-collective_rules.py   collectives compared over the ranks, also while the script runs
+collective_rules.py   compare the collectives of the ranks, also while the script runs
 random_rules.py       random numbers that are the same on all ranks
-loss_rules.py         the terms of a loss, and the lines where they are computed
+loss_rules.py         the terms of a loss, and the lines that compute them
 gradient_rules.py     gradients that are computed and never used, optimizers that work on shards of matrices
 cost_rules.py         time and memory
 rate_rules.py         how the learning rate and the global batch grow with the number of processes
-script_lines.py       the script's line that does what no patched function can see
+script_lines.py       find a line in the script's source if no patched function can record it
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ METRICS = ("local_metric", "mean_of_means")
 
 
 def find_faults(run: RecordedRun) -> list[Finding]:
-    """All findings but those about collectives (collective_rules.py), the gravest first."""
+    """Return all findings except those about collectives (collective_rules.py), the most serious first."""
     found: list[Finding] = []
     training = (data_rules, metric_rules, evaluation_rules, model_rules, replica_rules, schedule_rules,
                 gradient_rules, loss_rules, random_rules, rate_rules)  # fmt: skip
     for rules in (*training, cost_rules):
         found += rules.findings(run)
-    # Of a metric the rule that knows its numbers says more than the one that knows the calls alone.
+    # Keep the first finding of each cause in METRICS: metric_rules knows the numbers, evaluation_rules only the calls.
     found = [f for n, f in enumerate(found) if f.cause not in METRICS or f.cause not in {e.cause for e in found[:n]}]
     causes = {finding.cause for finding in found}
-    # A finding that follows from another one is left out.
-    if "sync_off" in causes and any(run.events(0, "fsdp")):  # FSDP has no gradient that it did not send
+    # Leave out findings that follow from other findings.
+    if "sync_off" in causes and any(run.events(0, "fsdp")):  # FSDP keeps no gradient that it did not reduce
         found = [f for f in found if f.cause != "no_gradient"]
-    if "same_random_numbers" in causes:  # in every pass, and so on every rank
+    if "same_random_numbers" in causes:  # the same in every pass, so also on every rank
         found = [f for f in found if f.cause != "same_augmentations"]
-    last = next((f for f in found[::-1] if f.cause == "loss_mean_of_means"), None)  # of a term, which has a line
+    last = next((f for f in found[::-1] if f.cause == "loss_mean_of_means"), None)  # loss_rules names a line
     found = [f for f in found if f.cause != "loss_mean_of_means" or f is last]
-    if "steps_differ" in causes:  # a rate goes with its step
+    if "steps_differ" in causes:  # a rank that skips steps also has a different learning rate
         found = [f for f in found if f.cause != "lr_differs"]
-    elif causes & {"lr_differs", "no_gradient"}:  # it follows from these
+    elif causes & {"lr_differs", "no_gradient"}:  # these make weights diverge
         found = [f for f in found if f.cause not in DIVERGENCE or (run.completed and "lr_differs" not in causes)]
     order = {"model": 0, "cost": 1, "note": 2}
     return sorted(found, key=lambda finding: order[finding.about.kind])

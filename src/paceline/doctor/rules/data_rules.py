@@ -1,4 +1,4 @@
-"""Rules about data: which examples the ranks train on, and in which order the epochs have them."""
+"""Rules about data: which examples the ranks train on, and the order of the epochs."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at, first_of, first_of_each
 
-MIN_BITS = 16  # of information that must agree: labels of two classes may agree by chance
-MIN_SHARED = 8  # examples that must agree before anything is said
-SHARED_STREAM = 0.8  # of the shorter stream's examples
-ONCE = 0.99  # of a rank's rows in a pass: it reads each example once, and does not draw with replacement
-DRIFT = 0.05  # of the examples that were read again
-OVERLAP = 0.2  # of the smaller shard: padding explains less than one batch
+MIN_BITS = 16  # bits of information that must agree: a few labels of two classes may agree by chance
+MIN_SHARED = 8  # minimum number of examples that agree for a finding
+SHARED_STREAM = 0.8  # fraction of the shorter stream's examples
+ONCE = 0.99  # fraction of a rank's rows in a pass that are distinct, if it does not draw with replacement
+DRIFT = 0.05  # fraction of the examples that were read again
+OVERLAP = 0.2  # fraction of the smaller shard: padding explains less than one batch
 MIN_SAME = 3  # steps with the same inputs
-MIN_BEGUN = 4  # passes that are left after one batch
+MIN_BEGUN = 4  # passes that were abandoned after one batch
 MIN_PASSES = 2  # passes that begin with the same random numbers
-SHIFTED = 0.5  # of the shorter rank's examples
-# What to do where ranks read the same examples, and a DistributedSampler is not the answer.
+SHIFTED = 0.5  # fraction of the shorter rank's examples
+# Remedies for ranks that read the same examples, if a DistributedSampler does not fit.
 _PREPARED = (
-    "Give this DataLoader to accelerator.prepare or fabric.setup_dataloaders too, and iterate over what they return."
+    "Pass this DataLoader through accelerator.prepare or fabric.setup_dataloaders too, and iterate over the result."
 )
 _STREAM = (
-    "Cut the stream by the rank: every world_size-th example from the rank on (datasets: split_dataset_by_node), in "
-    "one order on all ranks."
+    "Shard the stream by rank, in the same order on all ranks: itertools.islice(stream, rank, None, world_size), so "
+    "that a rank reads every world_size-th example (datasets: split_dataset_by_node)."
 )
 _SAMPLER = (
-    "Let the DistributedSampler find rank and number of processes itself (leave rank and num_replicas out), give all "
-    "ranks the same seed, and the same data set in the same order."
+    "Let DistributedSampler find the rank and the number of processes (leave rank and num_replicas out), and give all "
+    "ranks the same seed and the same data set in the same order."
 )
-_READ_ANEW = "Iterate over the DataLoader anew in each epoch, after sampler.set_epoch(epoch) where it has a sampler."
-_SPLIT = "Split the data alike on all ranks (generator=torch.Generator().manual_seed(0)), or seed with the rank later."
-_CUT = "Cut the data without overlap, by one order on all ranks: indices[rank::world_size]."
-_SEED = "Seed the generator that draws the batches with the rank too (seed + rank), or cut the data by the rank."
+_READ_ANEW = "In each epoch, call sampler.set_epoch(epoch) if there is a sampler, and iterate over the loader again."
+_SPLIT = (
+    "Make the same split on all ranks (generator=torch.Generator().manual_seed(0)), or seed with the rank after the "
+    "split."
+)
+_CUT = "Shard the data without overlap, in the same order on all ranks: indices[rank::world_size]."
+_SEED = "Include the rank in the seed of the generator that draws the batches (seed + rank), or shard the data by rank."
 
 
 def findings(run: RecordedRun) -> list[Finding]:
@@ -62,16 +65,16 @@ def _same_examples(run: RecordedRun) -> Iterator[Finding]:
             seed = script_lines.rank_seed(run) if script_lines.is_drawn_split(cut) else None
             if cut is None and about.get("sampler") != "distributed" and script_lines.prepares(run):
                 yield finding_at("same_examples", used, evidence, made, _PREPARED)
-            yield finding_at("same_examples", seed or made, evidence, cut, _SPLIT if seed else _deal(about))
+            yield finding_at("same_examples", seed or made, evidence, cut, _SPLIT if seed else _sharding_remedy(about))
 
 
 def _needs_own_data(run: RecordedRun) -> bool:
-    """Must each rank have examples of its own?"""
+    """Must the ranks read different examples?"""
     return run.reduces_gradients and not run.model_parallel
 
 
-def _deal(about: dict[str, Any]) -> str:
-    """How to deal the examples of a loader, by its data set and its sampler. "": a DistributedSampler fits."""
+def _sharding_remedy(about: dict[str, Any]) -> str:
+    """The remedy that fits the loader's data set and sampler. "": a DistributedSampler."""
     if about.get("iterable"):
         return _STREAM
     if about.get("sampler") == "distributed":
@@ -80,7 +83,8 @@ def _deal(about: dict[str, Any]) -> str:
 
 
 def _sharding_line(run: RecordedRun, loader: str, ranks: tuple[int, int]) -> Any:
-    """Where shared examples were dealt: the Subsets, if they differ; the stride over a stream; or the sampler."""
+    """The line that shards the examples. It makes the Subset if the ranks' Subsets differ; otherwise it takes a stride
+    over a stream, or makes the sampler."""
     about = [run.about(loader, rank) for rank in ranks]
     if about[0].get("cut") != about[1].get("cut"):
         return about[0].get("cut_at")
@@ -88,7 +92,7 @@ def _sharding_line(run: RecordedRun, loader: str, ranks: tuple[int, int]) -> Any
 
 
 def _compare(run: RecordedRun, loader: str, mine: list[Pass], others: list[Pass], ranks: tuple[int, int]) -> str:
-    """What two ranks' first passes have in common, in words; "" where it is no fault."""
+    """Describe the overlap of two ranks' first passes; "" if it is no fault."""
     who, a, b = f"ranks {ranks[0]} and {ranks[1]}", mine[0], others[0]
     ours, theirs = a.indices, b.indices
     about = run.about(loader, ranks[0])
@@ -97,19 +101,19 @@ def _compare(run: RecordedRun, loader: str, mine: list[Pass], others: list[Pass]
     first = content(a), content(b)
     shared = set(first[0]) & set(first[1])
     held = [run.about(loader, rank).get("holds") for rank in ranks]
-    # Each example may come several times, for several ranks, which augment it differently.
+    # A repeating sampler reads each example on several ranks, which augment it differently.
     if about.get("repeats") or not _same_data_set(shared, first, held, mine):
         return ""
     n = min(len(ours), len(theirs))
     if n >= 2 * MIN_SHARED and ours[:n] == theirs[:n]:
         return f"{who} read the same {n} examples in the same order ({about.get('sampler_name')}): {ours[:6]}, ..."
     if about.get("drawn") or len(set(ours)) < len(ours) or len(set(theirs)) < len(theirs):
-        return ""  # drawn with replacement, or so many of all: each rank its own
+        return ""  # each rank draws with replacement, or draws some of all examples
     size, both = about.get("size"), set(ours) & set(theirs)
     if about.get("sampler") == "random" and size and len(shared) >= MIN_SHARED:
         return (
-            f"each rank shuffles all {size} examples for itself (RandomSampler); {who} shared {len(both)} "
-            f"in the {n} that they read"
+            f"each rank shuffles all {size} examples independently (RandomSampler); {who} shared {len(both)} "
+            f"of the {n} that they read"
         )
     padding = max(len(y["idx"]) for y in a.yields) * (run.processes - 1)
     if a.complete and b.complete and len(both) > max(OVERLAP * n, min(padding, n // 2)):
@@ -118,7 +122,7 @@ def _compare(run: RecordedRun, loader: str, mine: list[Pass], others: list[Pass]
 
 
 def rows_of(one: Pass) -> Iterator[tuple[int, list[int]]]:
-    """(index, digests of its row in each tensor of the batch) of what was read."""
+    """(index, digests of its row in each tensor of the batch) for each example that was read."""
     for y in one.yields:
         yield from zip(y["idx"], map(list, zip(*y["rows"] or ())))
 
@@ -129,13 +133,14 @@ def content(one: Pass) -> dict[int, list[int]]:
 
 
 def same_content(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]) -> bool:
-    """Do the shared indices have the same content, in one tensor at least (a label, where images are augmented)?
-    Otherwise each rank may have a data set of its own."""
+    """Do the shared indices have the same content in at least one tensor (a label, if images are augmented)?
+    Otherwise each rank may have a different data set."""
     return bool(_agreeing(shared, a, b)[0])
 
 
 def _agreeing(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]) -> tuple[dict[int, int], list[int]]:
-    """(tensor of the batch in which all shared rows agree -> its distinct values; the tensors in which they do not)."""
+    """(tensor of the batch -> number of its distinct rows, if all shared rows agree; the tensors with rows that
+    differ)."""
     agree: dict[int, int] = {}
     differ: list[int] = []
     leaves = min(len(next(iter(a.values()), [])), len(next(iter(b.values()), [])))
@@ -151,8 +156,8 @@ def _agreeing(shared: set[int], a: dict[int, list[int]], b: dict[int, list[int]]
 def _same_data_set(shared: set[int], contents: Any, held: list[dict[str, int] | None], passes: list[Pass]) -> bool:
     """Do the indices of two ranks mean the same examples?
 
-    Where some tensors agree and some do not, either the examples are augmented, and then they differ between epochs of
-    one rank too; or labels agree because they lie in the same order in the shards of different data.
+    If some tensors agree and other tensors do not, there are two explanations. Either the examples are augmented: then
+    they also differ between epochs of one rank. Or different shards happen to have their labels in the same order.
     """
     agree, differ = _agreeing(shared, *contents)
     if agree and (not differ or 2 * max(agree.values()) >= len(shared)):
@@ -165,7 +170,7 @@ def _same_data_set(shared: set[int], contents: Any, held: list[dict[str, int] | 
 
 
 def changes_between_epochs(passes: list[Pass], leaves: list[int]) -> bool | None:
-    """Do the same examples of one rank look different in a later epoch? None: none was read again."""
+    """Do the same examples of one rank look different in a later epoch? None if no example was read again."""
     first = content(passes[0])
     for later in map(content, passes[1:]):
         again = set(first) & set(later)
@@ -176,38 +181,40 @@ def changes_between_epochs(passes: list[Pass], leaves: list[int]) -> bool | None
 
 
 def _same_rows(a: Pass, b: Pass, who: str) -> str:
-    """What two ranks' passes over an iterable data set have in common, by the rows' digests: the same order, or the
-    same examples at the end of both."""
+    """Describe the overlap of two ranks' passes over an iterable data set; "" if it is no fault. By the digests of the
+    rows, the examples are in the same order, perhaps shifted, or are the same by the end of both passes."""
     pairs = [(x["rows"], y["rows"]) for x, y in zip(a.yields, b.yields) if x["rows"] and y["rows"]]
     rows = [digest for x, _ in pairs for digest in x[0]]
     if len(pairs) < 2 or len(set(rows)) < MIN_SHARED:
         return ""
     if all(x[0] == y[0] for x, y in pairs):
-        return f"{who} read the same {len(rows)} examples in the same order, by their content"
+        return f"{who} read the same {len(rows)} examples in the same order (compared by content)"
     first, second = a.digests, b.digests
     ours, theirs = set(first), set(second)
     both, least, whole = len(ours & theirs), min(len(ours), len(theirs)), a.complete and b.complete
     common = f"{who} read {both} examples in common, of {len(ours)} and {len(theirs)}"
     if whole and 2 * len(ours) >= len(rows) and least >= 2 * MIN_SHARED and both > SHARED_STREAM * least:
-        return f"{common}, by their content"
+        return f"{common} (compared by content)"
     once = min(len(ours) / len(first), len(theirs) / len(second)) >= ONCE
     if whole and once and both >= 2 * MIN_SHARED and both > OVERLAP * least:
-        return f"{common} in an epoch, by their content, and none of them twice"
+        return f"{common} in an epoch (compared by content), and no example twice"
     return _shifted(first, second, who)
 
 
 def _shifted(ours: list[int], theirs: list[int], who: str) -> str:
-    """Two ranks read the same rows in the same order, one of them later."""
+    """Describe two ranks that read the same rows in the same order, one rank behind the other; "" if they do not."""
     places = {digest: place for place, digest in enumerate(theirs) if theirs.count(digest) == 1}
     shifts = Counter(places[digest] - place for place, digest in enumerate(ours) if digest in places)
     shift, count = next(iter(shifts.most_common(1)), (0, 0))
     if count < 2 * MIN_SHARED or count < SHIFTED * min(len(ours), len(theirs)):
         return ""
-    return f"{who} read the same {count} examples in the same order, by their content, {abs(shift)} examples apart"
+    return (
+        f"{who} read the same {count} examples in the same order (compared by content), but {abs(shift)} examples later"
+    )
 
 
 def _same_inputs(run: RecordedRun) -> Iterator[Finding]:
-    """same_examples, for a model that is fed without a DataLoader."""
+    """same_examples, for models that get their input without a DataLoader."""
     if run.training_loaders or not _needs_own_data(run):
         return
     per_rank = [[e for e in events if e["digest"]] for events in run.per_peer("forward")]
@@ -218,30 +225,27 @@ def _same_inputs(run: RecordedRun) -> Iterator[Finding]:
     seed, beside = script_lines.shared_seed_and_draw(run)
     at = seed or per_rank[0][0]["at"]
     if all(len(set(now)) == 1 for now in zip(*inputs)):
-        evidence = f"all {run.processes} ranks gave the model the same inputs in each of {steps} forward passes"
+        evidence = f"all {run.processes} ranks passed the same inputs to the model in each of {steps} forward passes"
         yield finding_at("same_examples", at, evidence, beside, _SEED)
     for (one, a), (two, b) in combinations(zip(run.peers, map(set, inputs)), 2):
         both, least = len(a & b), min(len(a), len(b))
         if both >= MIN_SAME and both >= SHIFTED * least:
             evidence = (
-                f"of {least} different inputs that ranks {one} and {two} gave the model, {both} are the same, bit for "
-                "bit, at other steps: the ranks read one stream, out of phase"
+                f"of {least} different inputs that ranks {one} and {two} passed to the model, {both} are bitwise "
+                "equal, but at different steps: the ranks read one stream, shifted"
             )
             yield finding_at("same_examples", at, evidence, beside, _SEED)
 
 
 def _same_gradients(run: RecordedRun) -> Iterator[Finding]:
-    """same_examples, by the first reduction of each step by hand: equal gradients come from equal data."""
+    """same_examples, by the first hand-written reduction of each step: equal gradients come from equal data."""
     per_rank = [_first_gradients(events) for events in run.ranks]
     steps = min(map(len, per_rank))
     digests = [[e["digest"] for e in events[:steps]] for events in per_rank]
-    by_hand = _needs_own_data(run) and not any(run.events(0, "ddp"))
-    if not by_hand or len(set(digests[0])) < MIN_SAME or any(t != digests[0] for t in digests) or 0 in digests[0]:
+    handwritten = _needs_own_data(run) and not any(run.events(0, "ddp"))
+    if not handwritten or len(set(digests[0])) < MIN_SAME or any(t != digests[0] for t in digests) or 0 in digests[0]:
         return
-    evidence = (
-        f"the gradients of all {run.processes} ranks were the same, bit for bit, before they were reduced, "
-        f"{steps} times"
-    )
+    evidence = f"the gradients of all {run.processes} ranks were bitwise equal before they were reduced, {steps} times"
     seed, beside = script_lines.shared_seed_and_draw(run)
     yield finding_at("same_examples", seed or per_rank[0][0]["at"], evidence, beside, _SEED)
 
@@ -258,13 +262,13 @@ def _first_gradients(events: list[Event]) -> list[Event]:
 
 
 def _missed(run: RecordedRun) -> Iterator[Finding]:
-    """examples_missed: a sampler is told of more ranks than there are, or the ranks' strides are too long."""
+    """examples_missed: a sampler expects more ranks than run, or the ranks' strides are too long."""
     whole = run.reduces_gradients and len(run.peers) == run.processes
     for loader in sorted(run.training_loaders) if whole else ():
         about = run.about(loader)
         replicas, size = about.get("replicas") or 0, about.get("size") or 0
         if about.get("sampler") == "distributed" and replicas > run.world_size:
-            evidence = f"{about['sampler_name']} deals the examples to {replicas} ranks, and there are {run.world_size}"
+            evidence = f"{about['sampler_name']} shards for {replicas} ranks, but {run.world_size} ranks are running"
             yield finding_at("examples_missed", about["at"], evidence)
         passes = [run.over(loader, rank, trained=True) for rank in run.peers]
         if not all(theirs and theirs[0].indices for theirs in passes):
@@ -278,13 +282,13 @@ def _missed(run: RecordedRun) -> Iterator[Finding]:
         if len(missed) >= max(MIN_SHARED, sum(map(len, read)) // 2 // run.world_size):
             evidence = (
                 f"each of {run.world_size} ranks reads every {stride}th example; {len(missed)} of {size} are never "
-                f"read, by any loader: {missed[:6]}, ..."
+                f"read by any loader: {missed[:6]}, ..."
             )
             yield finding_at("examples_missed", script_lines.rank_stride(run) or about["at"], evidence)
 
 
 def _stride(read: list[set[int]]) -> tuple[int, set[int]]:
-    """(the stride in which every rank's examples lie, their residues); (0, nothing) where there is no such stride."""
+    """(the common stride of every rank's examples, their residues); (0, empty set) if there is none."""
     if any(len(mine) < MIN_SHARED for mine in read):
         return 0, set()
     strides = {math.gcd(*(i - min(mine) for i in mine)) for mine in read}
@@ -309,15 +313,15 @@ def _same_in_workers(run: RecordedRun) -> Iterator[Finding]:
             often = sum(1 for n in times.values() if n == workers)
             if len(times) >= 2 * MIN_SHARED and often > 0.8 * len(times):
                 evidence = (
-                    f"of {len(times)} different examples that rank 0 read in a pass, {often} came {workers} times, "
-                    f"by their content: once from each of {workers} workers"
+                    f"of {len(times)} different examples that rank 0 read in a pass, {often} were read {workers} "
+                    f"times (compared by content): once by each of {workers} workers"
                 )
                 yield finding_at("same_in_workers", about["at"], evidence)
 
 
 def begun_in_workers(run: RecordedRun, rank: int, loader: str) -> dict[str, dict[tuple[int, int], int]]:
-    """A generator of the workers -> (place of a training pass, worker) -> the state in which it began, where it was
-    used."""
+    """For each generator that workers used: (number of the training pass, worker) -> state of the generator when the
+    worker began."""
     places = {one.n: place for place, one in enumerate(run.over(loader, rank, trained=True))}
     found: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
     for e in (e for e in run.events(rank, "worker") if e["n"] in places):
@@ -337,8 +341,8 @@ def _same_numbers(run: RecordedRun) -> Iterator[Finding]:
                 continue
             same = all(theirs and theirs[0] == mine[0] for theirs in begun)
             evidence = (
-                f"in {len(mine)} passes {name} random generator began at the same numbers in each of {len(mine[0])} "
-                f"workers of rank 0{', those of all ranks' if same else ''}, and was used"
+                f"in each of {len(mine)} passes, {name} random generator began in the same state in each of the "
+                f"{len(mine[0])} workers of rank 0{' and of every other rank' if same else ''}, and was used"
             )
             made = run.about(loader)["at"]
             yield finding_at("same_random_numbers", script_lines.worker_seed(run) or made, evidence, made)
@@ -352,22 +356,22 @@ def _by_pass(states: dict[tuple[int, int], int]) -> dict[int, dict[int, int]]:
 
 
 def _same_batch(run: RecordedRun) -> Iterator[Finding]:
-    """same_batch: `next(iter(loader))` at every step, whose first batch is always the same."""
+    """same_batch: `next(iter(loader))` at every step always returns the same first batch."""
     for loader in sorted(run.training_loaders):
         passes = run.over(loader)
         first = [p.yields[0]["idx"] or p.yields[0]["rows"] for p in passes if len(p.yields) == 1 and not p.complete]
         same = sum(one == first[0] for one in first)
         if len(first) >= max(MIN_BEGUN, 0.9 * len(passes)) and first[0] and same >= 0.9 * len(first):
             evidence = (
-                f"{len(first)} of {len(passes)} passes over the training data were left after their first batch, which "
-                f"was the same one in {same}"
+                f"{len(first)} of {len(passes)} passes over the training data were abandoned after their first batch, "
+                f"which was the same batch in {same}"
             )
             yield finding_at("same_batch", passes[0].at, evidence)
 
 
 def _no_set_epoch(run: RecordedRun) -> Iterator[Finding]:
-    """no_set_epoch: passes of the same order, of a sampler that has set_epoch."""
-    # a loader may be made anew in each epoch, by the same line
+    """no_set_epoch: several passes have the same order, although their sampler has set_epoch."""
+    # a loader may be re-created in each epoch, by the same line
     by: dict[tuple[str, frozenset[int]], list[Pass]] = defaultdict(list)
     for one in run.passes[0]:
         if one.loader in run.training_loaders and one.training and one.yields:
@@ -387,14 +391,14 @@ def _no_set_epoch(run: RecordedRun) -> Iterator[Finding]:
                     f"{list(order[:6])}, ...: {about.get('sampler_name')}'s epoch stayed {same[1].epoch}"
                 )
                 epochs = {p.epoch for p in run.passes[0] if p.loader in run.training_loaders}
-                # Where another loader's epoch moves, the call of set_epoch is that sampler's.
+                # If another loader's epoch changes, the call of set_epoch belongs to that loader's sampler.
                 called = script_lines.attribute_use(run, "set_epoch") if len(epochs) == 1 else None
                 yield finding_at("no_set_epoch", same[1].at, evidence, called or about.get("sampler_at"))
 
 
 def _cycled(run: RecordedRun) -> Iterator[Finding]:
-    """no_set_epoch: the batches of one pass are kept and used again, as by itertools.cycle. Not where their order is
-    one that another pass would have too, for all that is known."""
+    """no_set_epoch: the batches of one pass are kept and used again, as by itertools.cycle. Loaders that do not shuffle
+    have no finding, because a second pass would have the same order."""
     for loader in sorted(run.training_loaders):
         passes = [p for p in run.passes[0] if p.loader == loader]
         about, since = run.about(loader), run.ranks[0][passes[0].begin :] if passes else []
@@ -407,21 +411,21 @@ def _cycled(run: RecordedRun) -> Iterator[Finding]:
         later, kept = inputs[n:], len({str(one) for one in inputs[:n]}) > 1
         if n >= MIN_SAME and len(later) >= n and kept and all(one == inputs[i % n] for i, one in enumerate(later)):
             evidence = (
-                f"the loader was read once, {n} batches, and the model was given the same batches in the same order "
-                f"again, {len(later)} times that were looked at"
+                f"the loader was read once ({n} batches), and then the model got the same batches in the same order "
+                f"again, in all {len(later)} later forward passes that were recorded"
             )
             at = script_lines.cycle_call(run) or passes[0].at
             yield finding_at("no_set_epoch", at, evidence, None, _READ_ANEW)
 
 
 def _optimizers(run: RecordedRun, one: Pass) -> frozenset[int]:
-    """The optimizers that step during a pass. Another optimizer trains another model, from its own first epoch."""
+    """The optimizers that step during a pass. Another optimizer trains another model, with its own first epoch."""
     return frozenset(e["opt"] for e in run.ranks[0][one.begin : one.end] if e["k"] == "before")
 
 
 def _continues(run: RecordedRun, a: Pass, b: Pass) -> bool:
-    """Is pass b a later epoch of what pass a began? For b of another loader, only where a's is not used any more and
-    the examples look the same, since one line may make the loaders of several data sets."""
+    """Is pass b a later epoch of the training that pass a began? If b has a different loader, a's loader must not be
+    used after b begins, and the examples must look the same: one line may create the loaders of several data sets."""
     if a.loader == b.loader:
         return True
     last = max(p.end for p in run.passes[0] if p.loader == a.loader)

@@ -1,4 +1,4 @@
-"""Rules about evaluation: duplicates from padding, means of means, metrics of rank 0's shard alone."""
+"""Rules about evaluation: duplicates from padding, means of means, metrics that cover only rank 0's shard."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from paceline.doctor.rules.printed_values import comes_from
 from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at, first_of_each
 from paceline.observe.expressions import divided_by_world
 
-MIN_BATCHES = 2  # of an evaluation that ends early: a single batch may be looked at for its shapes
-_MAX_COUNTS = 4  # numbers in a gather that may be counts of examples
-_GATHER_FOR_METRICS = "Gather with accelerator.gather_for_metrics, which leaves the duplicates out; gather does not."
+MIN_BATCHES = 2  # batches of an evaluation that ends early: a script may read a single batch for its shapes
+_MAX_COUNTS = 4  # a gather of at most this many numbers may gather counts of examples
+_GATHER_FOR_METRICS = "Use accelerator.gather_for_metrics, which drops the duplicates; accelerator.gather keeps them."
 _SUMS = ("all_reduce", "reduce")
 _GATHERS = ("all_gather", "gather", "all_gather_object", "gather_object", "all_gather_into_tensor", "all_to_all")
-# In a line of output: file names, counts of things, rates, times, epochs, steps, bytes.
-_NO_METRIC = re.compile(  # a file's name, a rate, a time, a count of epochs or of things, seconds, bytes
+# Numbers in a line of output that are not metrics.
+_NO_METRIC = re.compile(  # a file name, a rate, a time, a count of epochs or other things, seconds, bytes
     r"\S+\.(pt|pth|ckpt|bin|npy|npz|json|jsonl|csv|txt|log|pkl|safetensors)\b"
     r"|\b\d+ (files?|ranks?|process(es)?|gpus?|workers?|shards?|batches|predictions?)\b"
     r"|(lr|learning.?rate|time|took|elapsed|eta|epoch|step|iter|iteration|memory|mem)s?\W*[\d.]+(e[+-]?\d+)?(\s*(/|of)\s*\d+)?"
@@ -40,12 +40,12 @@ class Evaluation:
     """One evaluation on all ranks."""
 
     loader: str  # the loader's name
-    passes: list[Pass]  # of each rank, over that loader
-    after: list[list[Event]]  # of each rank, the events from the begin of its pass until training goes on
+    passes: list[Pass]  # each rank's pass over that loader
+    after: list[list[Event]]  # each rank's events from the start of its pass until training continues
 
     @property
     def reads(self) -> Counter[int]:
-        """index -> how often it was read, over all ranks."""
+        """index -> number of reads, over all ranks."""
         return Counter(i for p in self.passes for i in p.indices or [])
 
     @property
@@ -55,12 +55,12 @@ class Evaluation:
 
     @property
     def complete(self) -> bool:
-        """Did all ranks read to the end?"""
+        """Did all ranks read their loader to the end?"""
         return all(p.complete for p in self.passes)
 
     @property
     def sharded(self) -> bool:
-        """Does each rank read a part, by its indices?"""
+        """Does each rank read only a part of the indices?"""
         union = len(self.reads)
         return all(p.indices and len(set(p.indices)) < union for p in self.passes)
 
@@ -82,7 +82,8 @@ def evaluating_loaders(run: RecordedRun) -> list[str]:
 
 
 def evaluations(run: RecordedRun, loader: str) -> Iterator[Evaluation]:
-    """The evaluations with a loader; none where only some ranks evaluate: on all data, or sharded elsewhere."""
+    """The evaluations with a loader on all ranks. Evaluations on only some ranks are left out: they read all data, or
+    are sharded in a different way."""
     per_rank = [
         [p for p in passes if p.loader == loader and not p.training and (p.complete or len(p.yields) >= MIN_BATCHES)]
         for passes in run.passes
@@ -97,25 +98,25 @@ def all_evaluations(run: RecordedRun) -> Iterator[Evaluation]:
 
 
 def is_exchange(event: Event) -> bool:
-    """Is it a collective by which the script's ranks tell each other results?"""
+    """Is it a collective that exchanges results between the script's ranks?"""
     return event["k"] == "coll" and event["op"] in _EXCHANGES and not event.get("of")
 
 
 def _until_training(run: RecordedRun, rank: int, one: Pass) -> list[Event]:
-    """A rank's events from the begin of a pass until it trains, or begins the next pass over the loader."""
+    """A rank's events from the start of a pass until the rank trains, or starts the next pass over the loader."""
 
-    def goes_on(e: Event) -> bool:
+    def ends(e: Event) -> bool:
         trains = e["k"] in ("yield", "pass") and e["loader"] in run.training_loaders
         return trains or e["k"] == "backward" or (e["k"] == "pass" and e["loader"] == one.loader)
 
     events = run.ranks[rank]
-    end = next((n for n in range(one.end + 1, len(events)) if goes_on(events[n])), len(events))
+    end = next((n for n in range(one.end + 1, len(events)) if ends(events[n])), len(events))
     return events[one.begin : end]
 
 
 def _disjoint(run: RecordedRun, one: Evaluation) -> bool:
-    """Does each rank read data of its own, by their content? A stream's part, a data set that was cut before, or one
-    that deals out its examples itself and has the same ones in every evaluation."""
+    """Do the ranks read disjoint data, by content? Such data are the parts of a stream, a data set that was sharded
+    beforehand, and a data set that gives a rank the same examples in every evaluation."""
     read: list[set[int]] = []
     for p in one.passes:
         leaves = [{d for y in p.yields if y["rows"] for d in y["rows"][leaf]} for leaf in range(_leaves(p))]
@@ -134,7 +135,8 @@ def _leaves(one: Pass) -> int:
 
 
 def _padded(run: RecordedRun) -> Iterator[Finding]:
-    """padded_evaluation: some examples are read twice, and the script neither drops nor discounts them."""
+    """padded_evaluation: some examples are read twice, and the script neither drops the duplicates nor corrects for
+    them."""
     for one in all_evaluations(run):
         total, unique = sum(one.reads.values()), len(one.reads)
         exchanged = [e for e in one.after[0] if is_exchange(e)]
@@ -145,15 +147,15 @@ def _padded(run: RecordedRun) -> Iterator[Finding]:
         of_tokens, of_unique = _token_counts(one)
         twice = [v for v in values if v in of_tokens]
         if unique in values or any(v in of_unique for v in values):
-            continue  # the script counted each once
+            continue  # the script counted each example once
         if total not in values and not twice and _may_drop(exchanged, values, one.passes[0].at, unique, total):
             continue
-        counted = f", and the count that it summed over the ranks is {total}" if total in values else ""
+        counted = f", and the count that the script summed over the ranks is {total}" if total in values else ""
         if twice and not counted:
-            counted = f", and the count of tokens that it summed over the ranks, {twice[0]:g}, has theirs twice too"
+            counted = f", and the count of tokens that the script summed, {twice[0]:g}, includes the duplicates"
         evidence = (
-            f"{total} examples were evaluated where there are {unique}: {total - unique} of them twice, by "
-            f"{run.about(one.loader).get('sampler_name')}'s padding{counted}"
+            f"{total} examples were evaluated, but there are only {unique}: {total - unique} were evaluated twice, "
+            f"because {run.about(one.loader).get('sampler_name')} pads the shards{counted}"
         )
         at, by = exchanged[0]["at"], exchanged[0].get("path") or []
         fitting = _GATHER_FOR_METRICS if any("accelerate" in file.split(os.sep) for file, _ in by) else ""
@@ -162,16 +164,16 @@ def _padded(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _may_drop(exchanged: list[Event], values: list[float], loop: Any, unique: int, total: int) -> bool:
-    """May the script leave out the duplicates, by its text, or by the sizes and values of what it exchanges?"""
+    """May the script drop the duplicates, judging by its source, or by the sizes and values of its collectives?"""
     sums = [e for e in exchanged if e["op"] in _SUMS]
-    placed = any(e.get("n") and e["n"] % unique == 0 for e in sums)  # a place for each example
+    placed = any(e.get("n") and e["n"] % unique == 0 for e in sums)  # one element per example
     counts = bool(sums) and any(_counts(v, unique, total) for v in values)
     return placed or counts or not all(uses_all(e, loop, sums=e["op"] in _SUMS) for e in exchanged)
 
 
 def _gathered_sums(one: Evaluation) -> list[float]:
-    """Of the few numbers that all ranks gathered once, after the evaluation's loop: the sums over the ranks. What is
-    gathered in every batch may be labels, and their sums anything."""
+    """Sums over the ranks of numbers that were gathered once, if a gather has at most _MAX_COUNTS numbers. (A gather in
+    every batch may gather labels, and their sums may be anything.)"""
     calls = [[e for e in events if e["k"] == "coll" and e["op"] in _GATHERS] for events in one.after]
     often = Counter(str(e["at"]) for e in calls[0])
     pairs = zip(*calls) if len(set(map(len, calls))) == 1 else ()
@@ -180,8 +182,8 @@ def _gathered_sums(one: Evaluation) -> list[float]:
 
 
 def _token_counts(one: Evaluation) -> tuple[set[int], set[int]]:
-    """The numbers of tokens that the ranks have read, by each tensor of padded sequences: with those of the examples
-    that were read twice, and of each example once."""
+    """(numbers of tokens including the duplicates, numbers of tokens with each example counted once), with one number
+    for each tensor of padded sequences and side of the padding."""
     all_, once = set(), set()
     for rows in lengths([y for p in one.passes for y in p.yields]):
         if len(rows) == sum(one.reads.values()) and len({n for _, n in rows}) > 1:
@@ -191,25 +193,25 @@ def _token_counts(one: Evaluation) -> tuple[set[int], set[int]]:
 
 
 def _mean_of_means(run: RecordedRun) -> Iterator[Finding]:
-    """mean_of_means: numbers of unequal shards are added and divided by the number of ranks."""
+    """mean_of_means: results of unequal shards are summed and divided by the number of ranks."""
     for one in all_evaluations(run):
         if not one.complete or len(set(one.sizes)) == 1 or not (one.of_one_set or _disjoint(run, one)):
             continue
         exchanged = [e for e in one.after[0] if is_exchange(e) and e["op"] in _SUMS and e.get("result")]
         values = [v for e in exchanged for v in e["result"]] + _totals(exchanged)
         if sum(one.sizes) in values or len(one.reads) in values:
-            continue  # the count is exchanged too
+            continue  # the script also sums the number of examples
         for e in exchanged:
             if e["at"] and (e.get("by") == "AVG" or divided_by_world(*e["at"])):
                 evidence = (
-                    f"the ranks evaluate {', '.join(map(str, one.sizes))} examples; what they add up is divided by the "
-                    "number of ranks, as if they had as many each, and no count is exchanged"
+                    f"the ranks evaluate {', '.join(map(str, one.sizes))} examples; the sum of their results is "
+                    "divided by the number of ranks, as if the shards were equal, and no count is exchanged"
                 )
                 yield finding_at("mean_of_means", e["at"], evidence)
 
 
 def _totals(calls: list[Event]) -> list[float]:
-    """For a call that is made for every batch: the sum of its results, element by element."""
+    """For each call that is made several times, such as in every batch: the sums of its results, by element."""
     by: dict[tuple[Any, ...], list[list[float]]] = defaultdict(list)
     for e in calls:
         by[(*e["at"], len(e["result"]))].append(e["result"])
@@ -217,12 +219,12 @@ def _totals(calls: list[Event]) -> list[float]:
 
 
 def _counts(value: float, unique: int, total: int) -> bool:
-    """May a value be a number of examples, or of tokens or pixels in them, without the duplicates?"""
+    """May a value be a number of examples, or of their tokens or pixels, without the duplicates?"""
     return value >= unique and value == int(value) and value % unique == 0 and value % total != 0
 
 
 def _same_data(one: Evaluation) -> bool:
-    """Do indices that two ranks read mean the same example, by the rows' digests?"""
+    """Do indices that two ranks read refer to the same example, by the digests of the rows?"""
     seen: dict[int, list[int]] = {}
     for index, rows in (pair for p in one.passes for pair in rows_of(p)):
         if index in seen and not any(a == b for a, b in zip(seen[index], rows)):
@@ -232,25 +234,25 @@ def _same_data(one: Evaluation) -> bool:
 
 
 def _metric(said: Event) -> bool:
-    """Does a line of output tell more than a rate, a time or an epoch?"""
+    """Does a line of output have a number other than a rate, a time or an epoch?"""
     return said["how"] == "file" or bool(re.search(r"\d", _NO_METRIC.sub("", said["text"])))
 
 
-def _told(run: RecordedRun, one: Pass, said: Event) -> bool:
-    """May a line of rank 0's output tell what it computed in this pass, and not something else? Where results were
-    exchanged since the training, before the pass, the script's text must show that."""
+def _reported(run: RecordedRun, one: Pass, said: Event) -> bool:
+    """May a line of rank 0's output report a result of this pass? If results were exchanged between training and the
+    pass, the source must show that the line reports one."""
     shown = comes_from(said["at"], one.at) if said["how"] != "file" else None
     return shown is not False if not _exchanged_before(run, one) else bool(shown)
 
 
 def _exchanged_before(run: RecordedRun, one: Pass) -> bool:
-    """Did rank 0 exchange results after its last backward before a pass?"""
+    """Did rank 0 exchange results between its last backward and the start of a pass?"""
     since = takewhile(lambda e: e["k"] != "backward", reversed(run.ranks[0][: one.begin]))
     return any(map(is_exchange, since))
 
 
 def _local_metric(run: RecordedRun) -> Iterator[Finding]:
-    """local_metric: of its own shard, as rank 0 alone logs or as it alone evaluates."""
+    """local_metric: rank 0 reports the metric of its shard, or is the only rank to evaluate, on its shard."""
     for loader in evaluating_loaders(run):
         for one in evaluations(run, loader):
             yield from _logged_alone(run, one)
@@ -258,43 +260,43 @@ def _local_metric(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _evaluated_alone(run: RecordedRun, loader: str) -> Iterator[Finding]:
-    """local_metric: rank 0 alone evaluates, with a sampler that gives it its shard."""
+    """local_metric: only rank 0 evaluates, with a sampler that gives it a shard."""
     about = run.about(loader)
     sharded = about.get("sampler") == "distributed" and (about["replicas"] or 1) > 1 and about["size"]
     others = any(p.loader == loader for passes in run.passes[1:] for p in passes)
     for one in run.over(loader) if sharded and not others else ():
         events = _until_training(run, 0, one)
-        said = [e for e in events[one.end - one.begin :] if e["k"] == "said" and _metric(e) and _told(run, one, e)]
+        said = [e for e in events[one.end - one.begin :] if e["k"] == "said" and _metric(e) and _reported(run, one, e)]
         if one.complete and not one.training and one.indices and said and not any(map(is_exchange, events)):
             evidence = (
-                f"rank 0 alone evaluates, and {about['sampler_name']} gave it {len(set(one.indices))} of "
+                f"only rank 0 evaluates, and {about['sampler_name']} gave it {len(set(one.indices))} of "
                 f"{about['size']} examples; then it logged {said[0]['text'].strip()!r}"
             )
             yield finding_at("local_metric", said[0]["at"], evidence)
 
 
 def _until_next_evaluation(loader: str, events: list[Event]) -> list[Event]:
-    """The events until a pass over another loader begins."""
+    """The events until a pass over another loader starts."""
     begins = (i for i, e in enumerate(events) if e["k"] == "pass" and e["loader"] != loader)
     return events[: next(begins, len(events))]
 
 
 def _logged_alone(run: RecordedRun, one: Evaluation) -> Iterator[Finding]:
-    """local_metric: rank 0 alone logs a number after all evaluated their shards, and nothing was exchanged."""
+    """local_metric: all ranks evaluate their shards and exchange nothing, and then only rank 0 logs a number."""
     if any(is_exchange(e) or e["k"] == "p2p" for events in one.after for e in events):
         return
     after = [_until_next_evaluation(one.loader, events[p.end - p.begin :]) for events, p in zip(one.after, one.passes)]
     said, *others = ([e for e in events if e["k"] == "said" and _metric(e)] for events in after)
     written = [{e["path"] for e in events if e["k"] in ("save", "wrote") or e.get("how") == "file"} for events in after]
     if any(others) or any(paths - written[0] for paths in written[1:]):
-        return  # every rank tells of its own shard, or keeps what it has of it
-    said = [e for e in said if _told(run, one.passes[0], e)]
+        return  # every rank reports its shard, or saves its result
+    said = [e for e in said if _reported(run, one.passes[0], e)]
     if said and (one.of_one_set or _disjoint(run, one)):
         own, union = one.sizes[0], sum(one.sizes)
         if one.sharded:
             own, union = len(set(one.passes[0].indices or [])), len(one.reads)
         evidence = (
-            f"rank 0 alone logged {said[0]['text'].strip()!r} after it had read {own} of the {union} examples that the "
-            "ranks evaluate; nothing was exchanged in between"
+            f"only rank 0 logged {said[0]['text'].strip()!r}, after it had read {own} of the {union} examples that the "
+            "ranks evaluate, and the ranks exchanged nothing in between"
         )
         yield finding_at("local_metric", said[0]["at"], evidence)

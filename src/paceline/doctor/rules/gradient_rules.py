@@ -1,4 +1,4 @@
-"""Rules about what an optimizer makes of gradients: some are computed and never used, or used as shards of matrices."""
+"""Rules about an optimizer's use of gradients: dropped before a step, or shards treated as whole matrices."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of_each
 from paceline.observe.expressions import accumulates
 
-MIN_STEPS = 3  # steps before which gradients are dropped
-MOSTLY = 0.5  # of the steps
-MIN_SHARD_STEPS = 2  # steps that compute of shards
-MIN_NORMS = 2  # norms of one shape in a step, as of a weight and its update: one alone may only be looked at
-PROPORTIONAL = 1e-3  # relative deviation of a gradient from a multiple of another one
+MIN_STEPS = 3  # steps that come after dropped gradients
+MOSTLY = 0.5  # fraction of the steps
+MIN_SHARD_STEPS = 2  # steps that compute on shards
+MIN_NORMS = 2  # norms of one shape in a step, such as of a weight and its update: a single norm may be only for a log
+PROPORTIONAL = 1e-3  # relative deviation of a gradient from a multiple of another gradient
 
 
 @dataclass
@@ -23,9 +23,9 @@ class _Window:
     """The backward passes between two steps of an optimizer, on rank 0."""
 
     before: Event  # the step's "before" event
-    lost: list[Event] = field(default_factory=list)  # the passes whose gradients were dropped, and no optimizer used
-    used: list[Event] = field(default_factory=list)  # the others
-    at: list[object] = field(default_factory=list)  # the line that drops them, or []
+    lost: list[Event] = field(default_factory=list)  # passes with gradients that were dropped before any step
+    used: list[Event] = field(default_factory=list)  # the other passes
+    at: list[object] = field(default_factory=list)  # the line that drops gradients, or []
 
     @property
     def every(self) -> list[Event]:
@@ -38,13 +38,15 @@ def findings(run: RecordedRun) -> list[Finding]:
 
 
 def _dropped(run: RecordedRun) -> Iterator[Finding]:
-    """gradients_dropped: of the micro-batches of a step the gradients of the last one alone are left.
+    """gradients_dropped: a step uses only the gradients of its last micro-batches.
 
-    Gradients may be dropped on purpose: those that another optimizer has used (a GAN), of a first pass of two over a
-    batch, of a step that is skipped, or gradients that the script keeps elsewhere. So the dropped and the used passes
-    must come from the same line and each have a batch of its own, at most steps alike, and the step must be given just
-    what the used passes made. That the script accumulates must show: in no_sync, in a divided loss, or in the same
-    number of passes at every step.
+    A script may drop gradients on purpose: after another optimizer used them (a GAN), after the first of two passes
+    over a batch, when it skips a step, or when it keeps the gradients elsewhere. So the rule requires, for at least
+    half of the steps:
+
+    - All backward passes come from one line, each with a new batch.
+    - The step uses exactly the gradients of the passes that were not dropped.
+    - The script shows that it accumulates: by no_sync, a divided loss, or the same number of passes at every step.
     """
     for opt in sorted({e["opt"] for e in run.events(0, "dropped")}):
         windows = _windows(run.ranks[0], opt)
@@ -52,15 +54,15 @@ def _dropped(run: RecordedRun) -> Iterator[Finding]:
         if len(cut) >= max(MIN_STEPS, MOSTLY * len(windows)) and _accumulates(cut) and not _replaced(cut):
             first, lost, every = cut[0], sum(len(w.lost) for w in cut), sum(len(w.every) for w in cut)
             evidence = (
-                f"the gradients of {lost} of {every} backward passes were dropped before a step used them; at each of "
-                f"{len(cut)} steps those of the last {len(first.used)} of {len(first.every)} were left"
+                f"the gradients of {lost} of {every} backward passes were dropped before a step used them; {len(cut)} "
+                f"steps used only the last {len(first.used)} of {len(first.every)} passes"
             )
             at = first.at or script_lines.gradient_drop(run) or first.used[-1]["at"]
             yield finding_at("gradients_dropped", at, evidence)
 
 
 def _windows(events: list[Event], opt: int) -> list[_Window]:
-    passes: list[Event] = []  # all backward passes, each with "fresh": was a batch read since the one before?
+    passes: list[Event] = []  # all backward passes, each with "fresh": was a batch read since the previous pass?
     found: list[_Window] = []
     elsewhere = {n for e in events if e["k"] == "before" and e["opt"] != opt for n in e.get("uses") or ()}
     lost: list[int] = []
@@ -84,7 +86,7 @@ def _windows(events: list[Event], opt: int) -> list[_Window]:
 
 
 def _is_one_loop(window: _Window) -> bool:
-    """Do all passes come from one line, each with a batch of its own, or in a loop over micro-batches by its words?"""
+    """Do all passes come from one line, each with a new batch or in a loop that names micro-batches?"""
     lines, at = {tuple(e["at"]) for e in window.every}, window.every[0]["at"]
     return len(lines) == 1 and bool(at) and (all(e["fresh"] for e in window.every) or accumulates(*at))
 
@@ -95,12 +97,12 @@ def _accumulates(windows: list[_Window]) -> bool:
     if all((e["local"] and not e["synced"]) or e.get("form", e["mean"]) == "divided" for e in lost):
         return True
     counts = Counter(len(w.every) for w in windows)
-    return counts.most_common(1)[0][1] >= len(windows) - 1  # the first window, or an epoch's last one, may be shorter
+    return counts.most_common(1)[0][1] >= len(windows) - 1  # the first or the last window may be shorter
 
 
 def _replaced(windows: list[_Window]) -> bool:
-    """Was the optimizer given something else than a multiple of what the last backward left? Then the script has kept
-    the gradients itself, as DP-SGD does."""
+    """Did the optimizer get gradients that are not a multiple of those after the last backward? Then the script
+    computes its own gradients, as DP-SGD does."""
     pairs = [(w.before["own"], w.before["grads"]) for w in windows if w.before.get("own") and w.before.get("grads")]
     return bool(pairs) and sum(not _proportional(own, given) for own, given in pairs) > MOSTLY * len(pairs)
 
@@ -113,7 +115,7 @@ def _proportional(own: dict[str, list[float]], given: dict[str, list[float]]) ->
 
 
 def multiple_of(a: Sequence[float], b: Sequence[float], within: float) -> float | None:
-    """c where b = c * a, but for this relative deviation; None where there is no such number."""
+    """The number c with b = c * a, up to this relative deviation; None if there is no such number."""
     square = sum(x * x for x in a)
     factor = sum(x * y for x, y in zip(a, b)) / square if square else 0.0
     rest = sum((y - factor * x) ** 2 for x, y in zip(a, b))
@@ -125,7 +127,7 @@ def multiple_of(a: Sequence[float], b: Sequence[float], within: float) -> float 
 
 def _matrices_of_shards(run: RecordedRun) -> Iterator[Finding]:
     """matrix_of_shard: in its steps an optimizer multiplies or decomposes matrices of a shard's shape, or takes two
-    norms of them, and exchanges nothing. (Products of shards may be summed over the ranks.)"""
+    norms of such matrices, and does not communicate. (Communication may sum the products over the ranks.)"""
     for rank in range(run.processes):
         steps = _steps(run.ranks[rank])
         wrong = [(found, end) for found, end in steps if found and not end["exchanged"]]
@@ -134,14 +136,14 @@ def _matrices_of_shards(run: RecordedRun) -> Iterator[Finding]:
             part, whole = (" x ".join(map(str, shape)) for shape in (first["shape"], first["whole"]))
             what = f"multiplied ({first['op']})" if first["kind"] == "product" else f"took the norm ({first['op']}) of"
             evidence = (
-                f"in each of {len(wrong)} steps that were looked into, {end['optimizer']} {what} rank {rank}'s shard, "
-                f"{part}, of a weight of {whole} ({first['weight']}), and exchanged nothing"
+                f"in each of {len(wrong)} inspected steps, {end['optimizer']} {what} rank {rank}'s shard ({part}) of "
+                f"{first['weight']} ({whole}), without communication between ranks"
             )
             yield finding_at("matrix_of_shard", first["at"], evidence)
 
 
 def _steps(events: list[Event]) -> list[tuple[list[Event], Event]]:
-    """(what was computed of shards, the "shards" event) for the steps that were looked into."""
+    """(operations on shards, the "shards" event) of each inspected step."""
     found: list[tuple[list[Event], Event]] = []
     pending: list[Event] = []
     for e in events:

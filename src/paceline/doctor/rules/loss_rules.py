@@ -1,4 +1,4 @@
-"""Rules about the terms of a loss: each must be a mean over the global batch, or none; and where they are computed."""
+"""Rules about a loss's terms: each must be a mean over the global batch. Also finds the lines that compute them."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from paceline.observe.source import (
 
 _COUNTS = ("one_hot", "bincount", "histc", "argmax", "topk", "scatter_add", "scatter_add_", "max")
 _PRODUCTS = ("dot", "einsum", "vdot", "inner")
-_MAX_DEPTH = 6  # assignments that are followed
-_ROUTING = ("output_router_logits", "router_aux_loss_coef")  # settings by which transformers adds the loss itself
+_MAX_DEPTH = 6  # follow this many assignments
+_ROUTING = ("output_router_logits", "router_aux_loss_coef")  # settings that make transformers add the loss itself
 
-Pass = tuple[Event, ...]  # the ranks' "backward" events of one backward pass
+Pass = tuple[Event, ...]  # the "backward" events of all ranks for one backward pass
 Line = list[Any] | None
 
 
 def findings(run: RecordedRun) -> list[Finding]:
-    """loss_mean_of_means of a further term, term_times_processes, own_fractions: the first of each."""
+    """loss_mean_of_means (of a term after the first), term_times_processes, own_fractions: the first of each."""
     passes = [now for now in averaged_passes(run) if len({_form(e) for e in now}) == 1 and now[0].get("terms")]
     lines = {tuple(now[0]["at"]) for now in passes} if len(run.peers) > 1 else ()
     by_line = [[now for now in passes if tuple(now[0]["at"]) == line] for line in sorted(lines)]
@@ -50,7 +50,7 @@ def _form(backward: Event) -> tuple[str, ...]:
 
 
 def _unequal(passes: list[Pass]) -> Iterator[Finding]:
-    """loss_mean_of_means: a term after the first is divided by a number of each rank's own."""
+    """loss_mean_of_means: a term after the first is divided by a count that differs between ranks."""
     for place in range(1, max(len(now[0]["terms"]) for now in passes)):
         terms = [(now, [e["terms"][place] for e in now]) for now in passes if place < len(now[0]["terms"])]
         divided = [(now, [[t["count"] or 0, t["factor"]] for t in found]) for now, found in terms]
@@ -58,16 +58,17 @@ def _unequal(passes: list[Pass]) -> Iterator[Finding]:
             counted = sum(all(count > 0 for count, _ in found) for _, found in divided)
             shown = " and ".join(f"{count:g}" for count, _ in unequal[0][1][:2])
             evidence = (
-                f"in {len(unequal)} of {counted} backward passes each rank divided term {place + 1} of its loss by a "
-                f"number of its own, first by {shown}, and the gradients were averaged as if these were equal"
+                f"in {len(unequal)} of {counted} backward passes the ranks divided term {place + 1} of the loss by "
+                f"different local counts (at first {shown}), and the gradients were averaged as if the counts were "
+                "equal"
             )
             at = passes[0][0]["at"]
             yield finding_at("loss_mean_of_means", term_line(passes[0][0], place) or at, evidence, at)
 
 
 def _times_processes(passes: list[Pass]) -> Iterator[Finding]:
-    """term_times_processes: the loss is multiplied by the number of processes, as a sum over a rank's targets must be
-    that is divided by the number of all ranks' targets; but a further term is a rank's mean already."""
+    """term_times_processes: the loss is multiplied by the number of processes. This is right for a term that is a
+    rank's sum divided by the number of all ranks' targets, but not for a term that is a mean over the rank's rows."""
     size, backward = len(passes[0]), passes[0][0]
     in_text = _divides_by_processes(backward)
     places = [
@@ -80,8 +81,8 @@ def _times_processes(passes: list[Pass]) -> Iterator[Finding]:
         place = min(common)
         evidence = (
             f"in {len(places)} of {len(passes)} backward passes the loss was multiplied by {size}, the number of "
-            f"ranks. One term is divided by the targets of all ranks and needs that; term {place + 1} is a mean of "
-            f"each rank, and counts {size} times"
+            "ranks. One term is divided by the number of all ranks' targets and needs that factor; term "
+            f"{place + 1} is each rank's mean, so it is {size} times too large"
         )
         weighed = backward["terms"][place]["kind"] == "weighed"
         line = term_line(backward, place) or (fractions_line(backward) if weighed else None)
@@ -89,7 +90,7 @@ def _times_processes(passes: list[Pass]) -> Iterator[Finding]:
 
 
 def _is_global(now: Pass, place: int, size: int) -> bool:
-    """Is a term divided by the targets of all ranks, and multiplied by the number of processes?"""
+    """Is a term divided by the number of all ranks' targets, and multiplied by the number of processes?"""
     terms = [e["terms"][place] for e in now]
     if any(t["kind"] != "sum" or not t["count"] or t["own"] is None or not _has(t["outer"], size) for t in terms):
         return False
@@ -98,10 +99,10 @@ def _is_global(now: Pass, place: int, size: int) -> bool:
 
 
 def _is_scaled_mean(term: Event, size: int, in_text: bool) -> bool:
-    """Is a term a rank's own mean, times the number of processes, which nothing takes back?
+    """Is a term a rank's mean, multiplied by the number of processes without a matching division?
 
-    in_text: does the script divide 1 by the number of processes? Then a coefficient may be that; one of 1/2 may be
-    just a coefficient.
+    in_text: does the script divide by the number of processes? Only then may a coefficient of 1/2 on two ranks be that
+    division.
     """
     taken_back = _has(term["divided"], size) or (in_text and _has(term["inner"], 1 / size))
     return term["kind"] in ("weighed", "mean") and _has(term["outer"], size) and not taken_back
@@ -112,8 +113,8 @@ def _has(factors: list[float], wanted: float) -> bool:
 
 
 def _own_fractions(passes: list[Pass]) -> Iterator[Finding]:
-    """own_fractions: a term weighs means over a rank's rows by fractions of that rank's rows. Fractions of the global
-    batch are the same on all ranks."""
+    """own_fractions: a term weights means over a rank's rows by fractions of the same rank's rows. Fractions of the
+    global batch would be the same on all ranks."""
     for place in range(max(len(now[0]["terms"]) for now in passes)):
         long = [now for now in passes if place < len(now[0]["terms"]) and now[0]["terms"][place]["weights"]]
         terms = [[e["terms"][place]["weights"] for e in now] for now in long]
@@ -123,18 +124,18 @@ def _own_fractions(passes: list[Pass]) -> Iterator[Finding]:
             backward = passes[0][0]
             evidence = (
                 f"in {len(unlike)} of {len(terms)} backward passes a term of the loss multiplied means over a rank's "
-                f"rows by {terms[0][0][2]} fractions. These differ between ranks, and sum to {sums[0]:.3g} on each: "
-                "the mean of such products is not the product of the global means"
+                f"rows by {terms[0][0][2]} fractions. The fractions differ between ranks, and sum to {sums[0]:.3g} on "
+                "each: the mean of such products is not the product of the global means"
             )
             line = fractions_line(backward) or term_line(backward, place)
             yield finding_at("own_fractions", line or backward["at"], evidence, backward["at"])
 
 
-# --- the line where a term is computed
+# --- the line that computes a term
 
 
 def term_line(backward: dict[str, Any], place: int) -> Line:
-    """The line of a loss's term. backward: the event; place: the term's, in the order in which they are added."""
+    """The line of one term of a loss. backward: the event; place: the term's position in the sum."""
     at = backward["at"]
     at = (script_lines.loss_return(at) if backward.get("library") else at) or at
     if not at or tree_of(at[0]) is None:
@@ -146,8 +147,8 @@ def term_line(backward: dict[str, Any], place: int) -> Line:
 
 
 def fractions_line(backward: dict[str, Any]) -> Line:
-    """The line that multiplies fractions of tokens by means of probabilities; of a loss that transformers computes, the
-    setting that asks for it."""
+    """The line that multiplies fractions of tokens by mean probabilities. If transformers computes the loss, the line
+    of the setting that requests this term."""
     at = backward["at"]
     if not at:
         return None
@@ -163,14 +164,14 @@ def fractions_line(backward: dict[str, Any]) -> Line:
 
 
 def _divides_by_processes(backward: Event) -> bool:
-    """Does the script compute a part of 1 by the number of processes, or divide a coefficient by it?"""
+    """Does the script divide 1 or a coefficient by the number of processes?"""
     file = backward["at"][0] if backward["at"] else ""
     divided = (by for _, by, _ in divisions(n for n in nodes_of(file) if isinstance(n, ast.BinOp)))
     return any(world_pattern(file).search(ast.unparse(by)) for by in divided)
 
 
 def _multiplies(call: ast.Call) -> bool:
-    """Does a call total a product? `(a * b).sum()`, `torch.sum(a * b)`, `torch.dot(a, b)`."""
+    """Does a call sum a product? `(a * b).sum()`, `torch.sum(a * b)`, `torch.dot(a, b)`."""
     of = call.func.value if isinstance(call.func, ast.Attribute) else None
     parts = [*call.args, *([of] if of is not None else [])]
     if called(call) in _PRODUCTS:
@@ -179,7 +180,7 @@ def _multiplies(call: ast.Call) -> bool:
 
 
 def _loss(scope: Scope, line: int) -> ast.expr | None:
-    """What a line calls backward of, gives to backward, or returns."""
+    """The expression of the loss on a line: the argument or the object of a call of backward, or a return value."""
     for n in ast.walk(scope):
         if isinstance(n, ast.Call) and holds(n, line) and called(n) in ("backward", "manual_backward"):
             loss: ast.expr | None = n.args[0] if n.args else getattr(n.func, "value", None)
@@ -199,7 +200,7 @@ def _assigned(scope: Scope, name: str, line: int) -> ast.Assign | ast.AugAssign 
 
 
 def _terms(scope: Scope, name: str, line: int, depth: int) -> Iterator[ast.expr]:
-    """The terms of a loss that a script adds up under a name, in the order of its autograd graph."""
+    """The terms that a script adds up in a variable, in the order of the autograd graph."""
     made = _assigned(scope, name, line) if depth else None
     if made is None:
         return
@@ -217,7 +218,7 @@ def _operands(scope: Scope, value: ast.expr, line: int, depth: int) -> Iterator[
         yield from _operands(scope, value.right, line, depth)
         return
     if isinstance(value, ast.BinOp) and isinstance(value.op, (ast.Mult, ast.Div)):
-        for side in (value.left, value.right):  # a sum, times a number
+        for side in (value.left, value.right):  # a sum times a number
             inner = list(_operands(scope, side, line, depth)) if isinstance(side, (ast.BinOp, ast.Name)) else []
             if len(inner) > 1:
                 yield from inner
@@ -231,7 +232,7 @@ def _operands(scope: Scope, value: ast.expr, line: int, depth: int) -> Iterator[
 
 
 def _made(scope: Scope, term: ast.expr) -> int:
-    """The line that computes a term: where its variable is assigned, or its own."""
+    """The line that computes a term: the assignment of its variable, or the line of the term itself."""
     if any(isinstance(n, ast.Call) for n in ast.walk(term)):
         return term.lineno
     lines = [made.lineno for name in names_in(term) if (made := _assigned(scope, name, term.lineno)) is not None]

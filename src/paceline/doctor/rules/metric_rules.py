@@ -1,7 +1,7 @@
-"""Rules about how a metric is computed from the ranks' own numbers: by what it is divided, and what is averaged.
+"""Rules about metrics that are computed from the ranks' local numbers: wrong divisors, and averages of averages.
 
-They compare numbers: what rank 0 printed, and what the ranks sent, with quotients of the variables that each rank had
-after its loop over the evaluation's shard (variable_recorder.py).
+The rules divide the script's variables after an evaluation loop (variable_recorder.py) by each other or by the size of
+the data set. They compare the quotients with rank 0's output and with the numbers that the ranks sent.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, f
 from paceline.observe.expressions import divided_by_world, divisions
 from paceline.observe.source import calls_of, holds, keyword, nodes_of, scope_at, statement_at
 
-CLOSE = 2e-5  # relative difference of a number in float32 and the quotient that it comes from
-UNLIKE = 1e-3  # relative difference of counts that are not equal
-MIN_COUNT = 8  # of examples, or tokens, by which a rank divides
-DIGITS = 3  # digits that a printed number must have, so that no other quotient is taken for it
+CLOSE = 2e-5  # relative difference between a float32 number and the quotient that it comes from
+UNLIKE = 1e-3  # relative difference between counts that are not equal
+MIN_COUNT = 8  # minimum count of examples or tokens that a rank divides by
+DIGITS = 3  # minimum digits of a printed number: fewer digits fit many quotients
 _NUMBER = re.compile(r"(?<![\w.])\d+\.\d+(?:e[-+]?\d+)?", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _DURATION = re.compile(r"time|sec|elapsed|durat|start|begin|\bt\d|(^|\.)lr$", re.IGNORECASE)
@@ -41,15 +41,15 @@ def findings(run: RecordedRun) -> list[Finding]:
 
 
 def _whole_shards(run: RecordedRun) -> list[Evaluation]:
-    """The evaluations in which every rank reads a part, to its end."""
+    """The evaluations in which every rank reads its shard to the end."""
     return [one for one in all_evaluations(run) if one.sharded and one.complete]
 
 
-# --- rank 0's own sum, divided by the size of the whole
+# --- rank 0's local sum, divided by the size of the whole data set
 
 
 def _share_of_whole(run: RecordedRun) -> Iterator[Finding]:
-    """local_metric: rank 0 tells a sum over its shard, divided by the number of examples of all ranks."""
+    """local_metric: rank 0 reports a sum over its shard, divided by the number of examples of all ranks."""
     for one in _whole_shards(run):
         size, read = run.about(one.loader).get("size") or 0, len(set(one.passes[0].indices or ()))
         events, *of_others = (events[p.end - p.begin :] for p, events in zip(one.passes, one.after))
@@ -61,22 +61,22 @@ def _share_of_whole(run: RecordedRun) -> Iterator[Finding]:
                 if not own or abs(own / size - value) > half or _same(own, (size, read)):
                     continue
                 others = [n[name] for n in theirs if name in n]
-                whole = [own + other for other in others]  # of two ranks; of more it is larger still
+                whole = [own + other for other in others]  # sums of two ranks; of more, sums are larger
                 of_all = [v / d for v in exchanged for d in (1.0, size, run.world_size)]
-                # It may be a sum of all ranks, of an evaluation before.
+                # The variable may contain the sum over all ranks of an earlier evaluation.
                 if all(other == own for other in others) or any(abs(v - value) <= half for v in of_all):
                     continue
                 line = _division(run, name, size, ours) or (said["at"] if f"{own:g}/{size}" in said["text"] else None)
                 if line is not None and not all(abs(w / size - value) <= half for w in whole):
                     evidence = (
-                        f"rank 0 logged {said['text'].strip()!r}: {own:g}, which it had in `{name}` after the {read} "
-                        f"examples of its shard, divided by all {size}"
+                        f"rank 0 logged {said['text'].strip()!r}: `{name}`, {own:g} after the {read} examples of its "
+                        f"shard, divided by all {size} examples"
                     )
                     yield finding_at("local_metric", said["at"], evidence, line)
 
 
 def _captures(events: list[Event]) -> list[Numbers]:
-    """What the variables held until the first exchange: afterwards a sum may be that of all ranks."""
+    """The values of the variables until the first exchange. Afterwards a sum may cover all ranks."""
     found = []
     for e in events:
         found += [e["vars"]] if e.get("vars") else []
@@ -90,8 +90,8 @@ def _both(captures: list[Numbers]) -> set[tuple[str, float]]:
 
 
 def _printed(text: str) -> Iterator[tuple[float, float]]:
-    """(number, half a unit of its last digit) of the decimal numbers in a text, as they are, and of percentages as
-    fractions."""
+    """(number, half a unit of its last digit) for each decimal number in a text. A second pair, divided by 100, is for
+    the case that the number is a percentage."""
     for match in _NUMBER.finditer(text):
         digits = match.group()
         mantissa, _, exponent = digits.lower().partition("e")
@@ -103,7 +103,8 @@ def _printed(text: str) -> Iterator[tuple[float, float]]:
 
 
 def _of_whole(text: str, size: int) -> Iterator[tuple[float, float]]:
-    """The fractions that a text writes as two numbers, `57/128`, the second of which is `size`."""
+    """(value, tolerance) for each fraction that a text writes as two numbers, such as `57/128`, if the second number is
+    `size`."""
     for part, whole in re.findall(r"(?<![\d.])(\d+) ?(?:/|of|out of) ?(\d+)(?![\d.])", text):
         if int(whole) == size and len(part) >= DIGITS - 1:
             yield int(part) / size, 0.1 / size
@@ -114,7 +115,7 @@ def _same(value: float, others: Sequence[float]) -> bool:
 
 
 def _division(run: RecordedRun, name: str, size: int, captures: list[Numbers]) -> list[Any] | None:
-    """The line that divides the variable by a `len(...)`, or by a name whose value is that size."""
+    """The line that divides the variable `name` by a `len(...)`, or by a variable with the value `size`."""
     last = re.split(r"[.\[]", name)[0 if "[" in name else -1]
     sizes = {re.split(r"[.\[]", n)[-1] for n, value in _both(captures) if value == size}
     for file in run.files("optimizer", "pass", "said", "coll", "loader"):
@@ -125,11 +126,11 @@ def _division(run: RecordedRun, name: str, size: int, captures: list[Numbers]) -
     return None
 
 
-# --- a mean of the ranks' quotients, whose divisors differ
+# --- a mean of the ranks' quotients with different divisors
 
 
 def _mean_of_quotients(run: RecordedRun) -> Iterator[Finding]:
-    """mean_of_means: each rank divides its sum by a count of its own, and the quotients are averaged."""
+    """mean_of_means: each rank divides its sum by its local count, and the quotients are averaged."""
     for one in _whole_shards(run):
         per_rank = [[e for e in events if is_exchange(e) and e.get("sent")] for events in one.after]
         calls = list(zip(*per_rank)) if len(set(map(len, per_rank))) == 1 else []
@@ -147,8 +148,8 @@ def _mean_of_quotients(run: RecordedRun) -> Iterator[Finding]:
                 continue
             shown = " and ".join(f"{c:g}" for c in counts[:4])
             evidence = (
-                f"each rank sent `{top}` divided by its own `{bottom}`, {shown}; the mean of these quotients is "
-                f"{mean:.6g}, where the sums divided once give {whole:.6g}"
+                f"each rank sent `{top}` divided by its local `{bottom}` ({shown}); the mean of these quotients is "
+                f"{mean:.6g}, but the sum of `{top}` divided by the sum of `{bottom}` is {whole:.6g}"
             )
             at, beside = (logged, None) if logged else _lines(one, es[0], path)
             yield finding_at("mean_of_means", at, evidence, beside)
@@ -157,8 +158,8 @@ def _mean_of_quotients(run: RecordedRun) -> Iterator[Finding]:
 def _quotient(
     one: Evaluation, es: Sequence[Event], values: Sequence[float]
 ) -> tuple[tuple[str, str], tuple[list[float], list[float]]] | None:
-    """((names), (each rank's sum, each rank's count)) of two variables whose quotient every rank sent, where the counts
-    differ."""
+    """((name of a sum, name of a count), (each rank's sum, each rank's count)), if every rank sent the quotient of
+    these two variables and the counts differ between ranks; or None."""
     for numbers in _numbers_before(one, es):
         names = [n for n in numbers[0] if all(n in theirs for theirs in numbers[1:])]
         for bottom in names:
@@ -174,8 +175,8 @@ def _quotient(
 
 
 def _numbers_before(one: Evaluation, es: Sequence[Event]) -> Iterator[list[Numbers]]:
-    """What the ranks' variables held at the call, and at the ends of loops before it: for each of these, one dictionary
-    a rank."""
+    """Yield the values of the variables as one dictionary per rank: first those at the call, then those at the end of
+    each loop before the call."""
     if all(e.get("vars") for e in es):
         yield [e["vars"] for e in es]
     ends = [
@@ -191,7 +192,7 @@ def _close(ours: Sequence[float], theirs: Sequence[float]) -> bool:
 
 
 def _averaged(one: Evaluation, call: Event, path: list[list[Any]], mean: float, whole: float) -> bool:
-    """Is what was sent averaged over the ranks? By the call itself, by the text around it, or by what rank 0 logs."""
+    """Are the sent values averaged over the ranks: by the call, by the code around it, or in rank 0's output?"""
     at = call["at"]
     if call.get("by") == "AVG" or (at and divided_by_world(*at)):
         return True
@@ -214,18 +215,18 @@ def _statement(file: str, line: int) -> str:
 
 
 def _lines(one: Evaluation, call: Event, path: list[list[Any]]) -> tuple[Any, Any]:
-    """(the line that gives the quotient away, the collective's own where a helper makes it)."""
+    """(the line nearest to the quotient's computation, the line of the collective if a helper makes the call)."""
     if not path:
         return call["at"], None
     near = one.passes[0].at
     line = script_lines.frame_in_scope(path, near)
     if line == path[0] and len(path) > 1 and near and scope_at(*path[0]) is not scope_at(*near):
-        line = path[1]  # the helper's caller has the quotient
+        line = path[1]  # the helper's caller computes the quotient
     return line, path[0] if path[0] != line else None
 
 
 def _log_call(path: list[list[Any]], names: tuple[str, str]) -> list[Any] | None:
-    """Where Lightning makes the call for `self.log(..., sync_dist=True)`, which averages: that line."""
+    """The line of `self.log(..., sync_dist=True)`, if Lightning makes the averaging call for it."""
     words = {re.split(r"[.\[]", name)[-1] for name in names}
     for file in dict.fromkeys(file for file, _ in path):
         logs = [n for n in calls_of(file, "log", "log_dict") if keyword(n, "sync_dist") is not None]

@@ -1,4 +1,4 @@
-"""Rules about the model: batch norm, modes, parameters without gradients, losses that are means over unequal counts."""
+"""Rules about the model: batch norm, modes, parameters without gradients, losses that average over unequal counts."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of_each, listed
 
 T = TypeVar("T")
-Divisors = Sequence[Sequence[float]]  # of each rank: [count, factor]
+Divisors = Sequence[Sequence[float]]  # per rank: [count, factor]
 
-MIN_STEPS = 3  # steps without a gradient, or backward passes of unequal counts
-UNEQUAL = 1e-3  # relative difference of counts that are not equal
-MOSTLY = 0.5  # share of the backward passes: the last batch may be smaller on one rank
-MIN_UNLIKE = 2  # backward passes before which ranks' models were in different modes
+MIN_STEPS = 3  # steps without a gradient, or backward passes with unequal counts
+UNEQUAL = 1e-3  # relative difference between counts that are not equal
+MOSTLY = 0.5  # fraction of the backward passes: the last batch may be smaller on one rank
+MIN_UNLIKE = 2  # backward passes with the ranks' models in different modes
 _NAMED = 4
-# What to do where parameters have no gradient.
+# Remedies for parameters without gradients.
 _OF_THE_COPY = "Make the optimizer from the parameters of the model that is trained, not of a copy."
 _WITH_A_GRAPH = (
-    "Gather with torch.distributed.nn.functional.all_gather, whose results have a graph, or put this rank's own tensor "
-    "back among what was gathered."
+    "Gather with torch.distributed.nn.functional.all_gather, which keeps the autograd graph, or put the local tensor "
+    "back: gathered[rank] = tensor."
 )
 _BEFORE_THE_WRAP = (
-    "Tie and replace parameters before DDP wraps the model, and make the optimizer after that, from all parameters "
-    "that are used."
+    "Tie and replace parameters before DDP wraps the model. Then make the optimizer, from all parameters that are used."
 )
 
 
@@ -36,7 +35,7 @@ def findings(run: RecordedRun) -> list[Finding]:
 
 
 def _modes(run: RecordedRun) -> Iterator[Finding]:
-    """modes_differ: before the same backward pass, parts of the model are in evaluation mode on some ranks only."""
+    """modes_differ: during the same backward pass, parts of the model are in evaluation mode on some ranks only."""
     per_rank = [_by_backward(run.ranks[rank]) for rank in run.peers]
     passes = list(zip(*per_rank)) if len(set(map(len, per_rank))) == 1 else []
     unlike = [now for now in passes if any(_unlike(now[0], theirs) for theirs in now[1:])]
@@ -45,29 +44,29 @@ def _modes(run: RecordedRun) -> Iterator[Finding]:
         rank, mode = max(pairs, key=lambda pair: pair[1]["count"])
         names = ", ".join(filter(None, mode["still"])) + (", ..." if mode["count"] > len(mode["still"]) else "")
         evidence = (
-            f"in the forward of {len(unlike)} of {len(passes)} backward passes the ranks' models were not in the same "
-            f"mode: rank {rank} had {mode['count']} of {mode['of']} parts of {mode['module']} that compute by their "
-            f"mode ({names}) in evaluation mode"
+            f"in the forward of {len(unlike)} of {len(passes)} backward passes the ranks' models were in different "
+            f"modes: on rank {rank}, {mode['count']} of {mode['of']} modules of {mode['module']} with a training mode "
+            f"({names}) were in evaluation mode"
         )
         yield finding_at("modes_differ", mode["at"], evidence)
 
 
 def averaged_passes(run: RecordedRun) -> list[tuple[Event, ...]]:
-    """The peers' "backward" events of each backward pass, where DDP or FSDP averages what these leave; [] where a hook
-    or the script rescales the gradients, or ranks end early (Join)."""
+    """For each backward pass the peers' "backward" events, if DDP or FSDP averages the gradients. [] if a hook or the
+    script rescales the gradients, or if ranks end early (Join)."""
     passes = run.together("backward") if any(run.events(0, "ddp", "fsdp")) and not run.has("join") else []
     hooked = any(now[0]["mean"] != now[0].get("form", now[0]["mean"]) for now in passes)
     return [] if hooked or any(e["rescaled"] for e in run.events(0, "before")) else passes
 
 
 def differ(values: Sequence[float]) -> bool:
-    """Are these numbers not equal, within rounding?"""
+    """Do these numbers differ by more than rounding?"""
     return max(values) - min(values) > UNEQUAL * max(map(abs, values))
 
 
 def unequal_divisors(passes: Sequence[tuple[T, Divisors]]) -> list[tuple[T, Divisors]]:
-    """The passes in which ranks divide by unequal counts, where these are most, and no rank weighs its mean by its
-    share of all counts; or else []."""
+    """The backward passes in which the ranks divide by unequal counts. [] if there are fewer than MIN_STEPS, or fewer
+    than the fraction MOSTLY. Also [] if each rank multiplies its mean by its share of the total count."""
     counted = [(now, found) for now, found in passes if all(count > 0 for count, _ in found)]
     unequal = [(now, found) for now, found in counted if differ([count for count, _ in found])]
     weighed = any(not differ([factor / count for count, factor in found]) for _, found in unequal)
@@ -76,9 +75,11 @@ def unequal_divisors(passes: Sequence[tuple[T, Divisors]]) -> list[tuple[T, Divi
 
 
 def _mean_losses(run: RecordedRun) -> Iterator[Finding]:
-    """loss_mean_of_means: each rank divides its loss by a count of its own, such as its tokens or the nodes of its
-    graphs, and the gradients are averaged. Not where a rank multiplies its mean by its share of all counts, or a hook
-    or the script rescales the gradients; nor of a mean over a padded rectangle, whose width is the longest example's.
+    """loss_mean_of_means: each rank divides its loss by a local count, such as its tokens or the nodes of its graphs,
+    and the gradients are averaged.
+
+    No finding if each rank multiplies its mean by its share of the total count, or if a hook or the script rescales the
+    gradients. No finding for a mean over a padded rectangle, because its width depends on the longest example.
     """
     passes = averaged_passes(run)
     terms = max((len(now[0].get("means") or ()) for now in passes), default=0)
@@ -93,14 +94,14 @@ def _mean_losses(run: RecordedRun) -> Iterator[Finding]:
         shown = " and ".join(f"{count:g}" for count, _ in own[:_NAMED])
         what = "its loss" if term is None or terms == 1 else "a term of its loss"
         evidence = (
-            f"in {len(unequal)} of {counted} backward passes each rank divided {what} by a number of its own, "
-            f"first by {shown}, and the gradients were averaged as if these were equal"
+            f"in {len(unequal)} of {counted} backward passes the ranks divided {what} by different local counts (at "
+            f"first {shown}), and the gradients were averaged as if the counts were equal"
         )
         yield finding_at("loss_mean_of_means", first["at"], evidence, script_lines.loss_line(first))
 
 
 def _examples(run: RecordedRun, rank: int) -> list[int]:
-    """For each backward pass of a rank: the number of examples in the batch before it; 0: not known."""
+    """For each backward pass of a rank: the number of examples in the last batch before it; 0 if unknown."""
     found, read = [], 0
     for e in run.events(rank, "yield", "backward"):
         if e["k"] == "backward":
@@ -111,12 +112,12 @@ def _examples(run: RecordedRun, rank: int) -> list[int]:
 
 
 def _is_rectangle(divisors: list[list[float]], examples: Sequence[int]) -> bool:
-    """May each rank's mean be over a number of elements that is the same for each of its examples?"""
+    """May each rank's mean cover the same number of elements of each example?"""
     return not all(examples) or all(count % each == 0 for (count, _), each in zip(divisors, examples))
 
 
 def _divisor(backward: Event, term: int | None) -> list[float]:
-    """[count, factor] of a loss (None) or of one of its terms that are means of elements; zeros where it has none."""
+    """[count, factor] of the loss (term=None), or of its term number `term` in "means"; zeros if unknown."""
     if term is None:
         return backward.get("count") or [0.0, 0.0]
     means = backward.get("means") or []
@@ -124,7 +125,7 @@ def _divisor(backward: Event, term: int | None) -> list[float]:
 
 
 def _by_backward(events: list[Event]) -> list[dict[str, Event]]:
-    """For each backward pass: "class number" of a model -> its last "mode" event before that pass."""
+    """For each backward pass: a model ("Net 0": its class and number) -> its last "mode" event before the pass."""
     modes: dict[str, Event] = {}
     found = []
     for e in events:
@@ -136,34 +137,34 @@ def _by_backward(events: list[Event]) -> list[dict[str, Event]]:
 
 
 def _unlike(ours: dict[str, Event], theirs: dict[str, Event]) -> bool:
-    """Is any model in another mode there?"""
+    """Is any model in different modes on two ranks?"""
     return any(name in theirs and e["digest"] != theirs[name]["digest"] for name, e in ours.items())
 
 
 def _batch_norm(run: RecordedRun) -> Iterator[Finding]:
-    """batch_norm: a batch norm of a model with replicas computes in training mode."""
+    """batch_norm: a batch norm of a replicated model computes in training mode."""
     wrapped = any(run.events(0, "ddp"))
     inside = [e for e in run.events(0, "norm") if e["trained"] and (e["ddp"] is not None or not wrapped)]
     norms = list({e["name"]: e for e in reversed(inside)}.values())[::-1]
     if norms:
         evidence = (
             f"{len(norms)} {norms[0]['kind']} ({listed([e['name'] for e in norms])}) in training mode; each of "
-            f"{run.world_size} replicas uses the statistics of its own {norms[0]['size']} examples"
+            f"{run.world_size} replicas uses the statistics of its {norms[0]['size']} local examples"
         )
         yield finding_at("batch_norm", norms[0]["at"], evidence)
 
 
 def _is_other_copy(run: RecordedRun, never: set[str]) -> bool:
-    """Was the optimizer made from another copy of the model? It is the script's only one, and none of its several
-    parameters ever has a gradient. (An idle optimizer beside others may be there for its schedule, or train a part
-    later.)"""
+    """Was the optimizer made from another copy of the model? Yes if it is the script's only optimizer, and none of its
+    parameters ever has a gradient. (One idle optimizer of several may exist for its schedule, or train a part later.)
+    """
     alone = len(list(run.events(0, "optimizer"))) == 1
     return len(never) > 1 and alone and len(list(run.events(0, "backward"))) >= MIN_STEPS
 
 
 def _no_gradient(run: RecordedRun) -> Iterator[Finding]:
     """no_gradient: parameters that had no gradient at any of their optimizer's steps, on any rank."""
-    # DDP refuses its second forward where parameters have no gradient, unless it is told to search for them.
+    # Without find_unused_parameters, DDP refuses the second forward if parameters have no gradient.
     refused = not run.completed and any(not e.get("find_unused") for e in run.events(0, "ddp"))
     for opt in sorted({e["opt"] for e in run.events(0, "before")}):
         steps = list(run.all_events("before", opt=opt))
@@ -181,10 +182,10 @@ def _no_gradient(run: RecordedRun) -> Iterator[Finding]:
         replaced = next((e["at"] for e in run.events(0, "replaced") if e["at"]), None)
         fitting = _OF_THE_COPY if whole else ""
         if cut is not None:
-            evidence += "; what a collective gathered of a tensor with a graph has no graph of its own"
+            evidence += "; a collective on a tensor with an autograd graph returned a tensor without one"
             fitting = _WITH_A_GRAPH
         elif replaced is not None:
-            evidence += "; after DDP had wrapped the model, a parameter of it was replaced by another one"
+            evidence += "; the script replaced a parameter of the model after DDP had wrapped it"
             fitting = _BEFORE_THE_WRAP
         made = run.line("optimizer", opt=opt) or steps[0]["at"]
         yield finding_at("no_gradient", made, evidence, cut or replaced, fitting)

@@ -1,7 +1,8 @@
-"""Rows of examples that a collate pads to the longest of their batch: one example has other widths in other batches.
+"""Compare rows of examples that a collate function pads to the longest example of the batch.
 
-A row is recorded as [steps, then for the right and the left side: the number of equal steps at the end, a checksum of
-such a step, of the others, and of the whole row] (tensor_digests.py).
+The width of such a row depends on its batch. A row is recorded (observe/digests.py) as its number of steps, followed by
+four numbers for the right side and four for the left side: number of equal steps at the end, checksum of one such step,
+checksum of the other steps, checksum of the whole row.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 Row = Sequence[int]
-_SIDES = (1, 5)  # where the numbers of a side begin
+_SIDES = (1, 5)  # the offset of each side's numbers
 
 
 def unify_padded(ranks: Sequence[list[dict[str, Any]]]) -> None:
-    """Give the rows of one example the same digest wherever they are equal but for padding: in the "yield" events of
-    all ranks, by loader, index and tensor."""
+    """Give the rows of one example the same digest if they are equal except for padding. Changes the "yield" events of
+    all ranks in place. Compares rows of the same loader, index and tensor."""
     known: dict[tuple[str, int, int], list[tuple[int, Row]]] = {}
     for e in (e for events in ranks for e in events if e["k"] == "yield" and e.get("padded") and e.get("idx")):
         for leaf, rows in enumerate(e["padded"]):
@@ -30,7 +31,7 @@ def unify_padded(ranks: Sequence[list[dict[str, Any]]]) -> None:
 
 
 def equal_but_padding(a: Row, b: Row) -> bool:
-    """Are two rows equal, or would they be with padding of one value, on one side?"""
+    """Are two rows equal, or equal after padding with one value on one side?"""
     for side in _SIDES:
         _, value, real, whole = a[side : side + 4]
         _, value_b, real_b, whole_b = b[side : side + 4]
@@ -40,8 +41,8 @@ def equal_but_padding(a: Row, b: Row) -> bool:
 
 
 def lengths(yields: Sequence[dict[str, Any]]) -> Iterator[list[tuple[int, int]]]:
-    """For each tensor of sequences and each side: (index, number of steps that are no padding) of the rows that were
-    read. The padding is the value that most often stands at the end more than once."""
+    """For each tensor of sequences and each side: (index, number of steps without padding) of the rows that were read.
+    The padding is the value that most often repeats at the end of a row."""
     leaves = max((len(y.get("padded") or ()) for y in yields), default=0)
     for leaf in range(leaves):
         rows = [

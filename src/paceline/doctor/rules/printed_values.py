@@ -1,4 +1,4 @@
-"""Does what a line prints come from one pass over a loader? Followed through the script's text."""
+"""Does a printed value come from one pass over a loader? Found by following names through the script's source."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from paceline.observe.source import (
     tree_of,
 )
 
-_MAX_CALLERS = 3  # how far callers of the function with the loop are followed
+_MAX_CALLERS = 3  # levels of callers to follow from the function with the loop
 
 
 def comes_from(said: Any, loop: Any) -> bool | None:
-    """Is a value that the line `said` prints computed from the batches of the loop at the line `loop`?
+    """Is the value that line `said` prints computed from the batches of the loop at line `loop`?
 
-    The names in the printing statement are followed back through the assignments above it, in its function: to the loop
-    itself, or to a call of the function that holds the loop. None: the text does not tell.
+    Follows the names in the printing statement back through the assignments above it in the same function, to the loop
+    or to a call of the function that contains the loop. None: the source does not show it.
     """
     if not said or not loop or tree_of(said[0]) is None or tree_of(loop[0]) is None:
         return None
@@ -58,11 +58,11 @@ def comes_from(said: Any, loop: Any) -> bool | None:
         for name in _made_in(statement, body=False) - modules:
             kept = isinstance(statement, (ast.AugAssign, ast.Expr)) and made.get(name, False)
             made[name] = tainted or kept
-        made |= {_key(a): True for n in evaluations for a in n.args if _key(a)}  # which it may fill
-    teller = (
+        made |= {_key(a): True for n in evaluations for a in n.args if _key(a)}  # the call may fill its arguments
+    printer = (
         _key(printing.value.func) if isinstance(printing, ast.Expr) and isinstance(printing.value, ast.Call) else ""
     )
-    used = _used(printing) - modules - {teller}
+    used = _used(printing) - modules - {printer}
     if any(called(n) in makers for n in calls_in(_heads(printing))) or any(made.get(name) for name in used):
         return True
     values = used - _functions_of(printing)
@@ -70,19 +70,19 @@ def comes_from(said: Any, loop: Any) -> bool | None:
 
 
 def _hides(node: ast.stmt) -> bool:
-    """Is it a function or a class, whose statements are no part of what is around it?"""
+    """Is a node a function or class? Its statements do not run with the code around it."""
     return isinstance(node, (*FUNCTIONS, ast.ClassDef))
 
 
 def _heads(statement: ast.stmt) -> Iterator[ast.AST]:
-    """The expressions of a statement, without those of the statements in its body."""
+    """The expressions of a statement, without the statements in its body."""
     for child in ast.iter_child_nodes(statement):
         if not isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
             yield from ast.walk(child)
 
 
 def _key(node: ast.AST) -> str:
-    """`x` of x, x[0] and x.y; `self.x` of self.x and self.x.y; "" of anything else."""
+    """`x` for x, x[0] and x.y; `self.x` for self.x and self.x.y; "" for anything else."""
     parts: list[str] = []
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
         if isinstance(node, ast.Attribute):
@@ -101,14 +101,14 @@ def _used(statement: ast.stmt) -> set[str]:
 
 
 def _functions_of(statement: ast.stmt) -> set[str]:
-    """Names that a statement calls: of functions, and of the objects whose methods it calls."""
+    """The names of the functions that a statement calls, and of the objects in its method calls."""
     return {_key(n.func) for n in calls_in(_heads(statement))}
 
 
 def _made_in(node: ast.AST, body: bool = True) -> set[str]:
-    """The names to which a statement assigns, or whose objects its calls of methods may change.
+    """The names that a statement assigns, and the objects that its method calls may change.
 
-    body: look into the statements in its body too.
+    body: include the statements in its body.
     """
     found: set[str] = set()
     parts = ast.walk(node) if body or not isinstance(node, ast.stmt) else _heads(node)
@@ -121,7 +121,7 @@ def _made_in(node: ast.AST, body: bool = True) -> set[str]:
 
 
 def _changed_outside(function: Scope) -> set[str]:
-    """What a function may change that is not its own: attributes of `self`, globals, objects that it got."""
+    """The names outside a function that it may change: attributes of `self`, globals, its arguments."""
     names = _made_in(function)
     stores = {n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     declared = {name for n in ast.walk(function) if isinstance(n, (ast.Global, ast.Nonlocal)) for name in n.names}
@@ -135,7 +135,7 @@ def _imported(file: str) -> set[str]:
 
 
 def _callers(file: str, function: Scope) -> set[str]:
-    """The names of a function, and of those that call it, directly or by each other."""
+    """The names of a function and of its direct and indirect callers."""
     names = {getattr(function, "name", "")} - {""}
     for _ in range(_MAX_CALLERS):
         names |= {f.name for f in functions(file) if names and any(calls_in(ast.walk(f), *names))}

@@ -1,6 +1,6 @@
-"""How the learning rate and the global batch grow with the number of processes.
+"""Rules about how the learning rate and the global batch grow with the number of processes.
 
-The text alone makes a note at most. Where the numbers of the run agree with it, it is a fault.
+The source alone supports only a note. If the recorded numbers confirm the source, the finding is a fault.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ _DISTRIBUTED = re.compile(r"world|dist|ddp|parallel|rank|gpu|process", re.IGNORE
 
 
 def findings(run: RecordedRun) -> list[Finding]:
-    """lr_scaled_alone; and lr_scaled_twice or lr_not_scaled."""
+    """Check for lr_scaled_alone, and for lr_scaled_twice or lr_not_scaled."""
     return [*first_of(run, _scaled_alone), *first_of(run, _by_text)]
 
 
 def _scaled_alone(run: RecordedRun) -> Iterator[Finding]:
-    """lr_scaled_alone: the rate is multiplied by the number of processes, and each takes that part of the batch, or of
-    the micro-batches, so that the global batch stays. DDP averages, and the losses are means: the gradient stays too.
+    """lr_scaled_alone: the learning rate is multiplied by the number of processes, but the global batch stays constant.
 
-    Not where the rate is a product with a batch (the linear rule), or with a root; nor where the numbers of the run say
-    that the source's line was not run.
+    The global batch stays constant if the script divides the batch size, or the number of micro-batches, by the number
+    of processes. The gradient does not grow either, because DDP averages gradients and each loss is a mean.
+
+    Not reported if the learning rate is also multiplied by a batch size (the linear rule) or by a square root, or if
+    the recorded numbers show that the scaling line did not run.
     """
     optimizer = next((e for e in run.events(0, "optimizer") if e["at"] and e["lr"]), None)
     loader = next((e for e in run.events(0, "loader") if e["loader"] in run.training_loaders and e["batch"]), None)
@@ -45,7 +47,7 @@ def _scaled_alone(run: RecordedRun) -> Iterator[Finding]:
     otherwise = any(divided_by(p, WORLD) or _ROOT.search(p.text) or _factors(p, BATCH) for p in rate)
     if len(scaled) != 1 or otherwise or not _was_run(scaled[0], rate, optimizer["lr"][0], run.world_size):
         return
-    # A library may have made the loader anew, at another line.
+    # A library may have re-created the loader at another line.
     made = [e["at"] for e in run.events(0, "loader", size=loader["size"], batch=loader["batch"])]
     of_batch = next(filter(None, (_argument(files, at, ("batch_size", 1)) for at in made if at)), [])
     for parts, each, what in (
@@ -56,18 +58,21 @@ def _scaled_alone(run: RecordedRun) -> Iterator[Finding]:
         if divided is not None:
             if _was_run(divided, parts, each, 1 / run.world_size):
                 evidence = (
-                    f"each of {run.world_size} processes takes {each:g} {what} a step, {each * run.world_size:g} "
-                    f"together for any number of processes (`{ast.unparse(divided.node)}`), and the rate is multiplied "
-                    f"by {run.world_size} (`{ast.unparse(scaled[0].node)}`): {optimizer['lr'][0]:g}"
+                    f"each of {run.world_size} processes takes {each:g} {what} per step, in total "
+                    f"{each * run.world_size:g} for any number of processes (`{ast.unparse(divided.node)}`), but "
+                    f"the learning rate is multiplied by {run.world_size} (`{ast.unparse(scaled[0].node)}`) and is "
+                    f"{optimizer['lr'][0]:g}"
                 )
                 yield finding_at("lr_scaled_alone", scaled[0].line, evidence, divided.line)
             return
 
 
 def _is_mean(backward: Event, micro: int, of_all: int) -> bool:
-    """Is a loss a mean over this process's examples, perhaps divided by the number of micro-batches? A sum that is
-    divided by the global batch (of_all) is none: DDP's mean makes it smaller with more processes, and the rate may make
-    up."""
+    """Is the loss a mean over this process's examples, perhaps divided by the number of micro-batches?
+
+    A sum divided by the size of the global batch (`of_all`) is not such a mean: DDP's averaging makes its gradient
+    smaller with more processes, and the learning rate may compensate for that.
+    """
     if backward["mean"] == "mean":
         return True
     if micro == 1 or (backward.get("count") or [0])[0] == of_all:
@@ -77,7 +82,7 @@ def _is_mean(backward: Event, micro: int, of_all: int) -> bool:
 
 
 def _argument(files: list[str], line: list[object], named: tuple[str, int]) -> list[Piece]:
-    """The argument of this name, or place, of the call at a line, and what it is made of."""
+    """Return an argument of the call at `line` as pieces of source. named: the argument's name and position."""
     call = call_at(line)
     name, place = named
     for n in calls_in(ast.walk(call)) if call else ():
@@ -90,36 +95,37 @@ def _argument(files: list[str], line: list[object], named: tuple[str, int]) -> l
 
 
 def _micro_batch_numbers(files: list[str]) -> list[Piece]:
-    """What is assigned to names of accumulation."""
+    """Return the values that are assigned to names that contain "accum" or "micro"."""
     made = [(file, *pair) for file in files for n in nodes_of(file) for pair in assigned(n)]
     return [p for file, to, value in made if _PARTS.search(ast.unparse(to)) for p in pieces(files, file, [value])]
 
 
 def _factors(piece: Piece, pattern: re.Pattern[str]) -> bool:
-    """Does it multiply by something of this pattern?"""
+    """Does the piece multiply by something that matches the pattern?"""
     return any(pattern.search(side) for pair in piece.operands(ast.Mult) for side in pair)
 
 
 def _was_run(line: Piece, made_of: list[Piece], value: float, factor: float) -> bool:
-    """Was the line with the factor run? By the numbers in the source where they tell, or else by where it stands."""
+    """Did the line that multiplies by `factor` run? A number in the source may confirm or refute it. Otherwise the
+    conditions around the line decide."""
     constants = [(p, n) for p in made_of for n in ast.walk(p.node) if isinstance(n, ast.Constant)]
     numbers = [n.value for p, n in constants if type(n.value) is float or (type(n.value) is int and n is p.node)]
     if any(_near(number * factor, value) for number in numbers):
         return True
     conditions = [n for n in nodes_of(line.file) if isinstance(n, (ast.If, ast.IfExp)) and holds(n, line.node.lineno)]
-    told = any(_near(number, value) for number in numbers)
-    return not told and all(_DISTRIBUTED.search(ast.unparse(n.test)) for n in conditions)
+    refuted = any(_near(number, value) for number in numbers)
+    return not refuted and all(_DISTRIBUTED.search(ast.unparse(n.test)) for n in conditions)
 
 
 def _near(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-6 * abs(b)
 
 
-# --- by the text alone
+# --- rules that read only the source
 
 
 def _by_text(run: RecordedRun) -> Iterator[Finding]:
-    """lr_scaled_twice, lr_not_scaled."""
+    """lr_scaled_twice or lr_not_scaled, from the source."""
     files = run.files("optimizer", "ddp", "loader", "backward", "sched") if run.reduces_gradients else []
     nodes = [(file, node) for file in files for node in nodes_of(file)]
     scaled = [(file, *found) for file, node in nodes for found in _scalings(node, world_pattern(file))]
@@ -131,8 +137,8 @@ def _by_text(run: RecordedRun) -> Iterator[Finding]:
     batch, optimizer = next((e["batch"] for e in loaders), None), next(run.events(0, "optimizer"), None)
     if run.reduces_gradients and not scaled and not divided and optimizer is not None and batch:
         evidence = (
-            f"{run.world_size} processes take {run.world_size * batch} examples a step, {batch} each; lr stays "
-            f"{optimizer['lr'][0]}"
+            f"{run.world_size} processes take {batch} examples each, {run.world_size * batch} per step, and lr is "
+            f"{optimizer['lr'][0]} for any number of processes"
         )
         yield finding_at("lr_not_scaled", optimizer["at"], evidence)
 
@@ -151,14 +157,14 @@ def divides_rate(run: RecordedRun) -> bool:
 
 
 def _named(node: ast.AST) -> list[tuple[str, ast.expr]]:
-    """(name, value) of what is assigned, or given by its name."""
+    """(name, value) of each assignment or keyword argument."""
     if isinstance(node, ast.keyword) and node.arg:
         return [(node.arg, node.value)]
     return [(ast.unparse(target), node.value) for target in targets(node)] if isinstance(node, ast.Assign) else []
 
 
 def _scalings(node: ast.AST, world: re.Pattern[str]) -> list[tuple[int, str]]:
-    """(line, text) of the multiplications of a learning rate by the number of processes, one for each factor."""
+    """(line, text) of each multiplication of a learning rate by the number of processes, one entry per factor."""
     if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Mult):
         hits = len(world.findall(ast.unparse(node.value))) if RATE.search(ast.unparse(node.target)) else 0
         return [(node.lineno, ast.unparse(node))] * hits

@@ -1,8 +1,8 @@
-"""Rules about replicas of one model that come to differ: the place of the first difference tells the cause.
+"""Rules about replicas that diverge: the first difference between the ranks shows the cause.
 
-A step has four places: the weights before it, the gradients after the last backward, the gradients that the optimizer
-is given, and the weights after it. The cause lies at the first place where ranks differ, if they agreed at the one
-before.
+The rules compare four stages of a step: the weights before it, the gradients after the last backward, the gradients
+that the optimizer uses, and the weights after it. The cause is at the first stage where the ranks differ, if they
+agreed at the previous stage.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from paceline.doctor.rules.recorded_run import (
     restored_line,
 )
 
-TOLERANCE = 1e-5  # of a tensor's mean magnitude: replicas that apply the same gradients have the same bits
-SUMMED = 2e-3  # relative deviation from the sum of all ranks' gradients
+TOLERANCE = 1e-5  # of a tensor's mean magnitude: replicas that apply the same gradients are bitwise equal
+SUMMED = 2e-3  # maximum relative deviation from the sum of all ranks' gradients
 _NAMED = 4
 
 _HELD_BY_FSDP = (
-    "Let fully_shard hold them (no ignored_params; call it on the whole model last, after its blocks), or all_reduce "
-    "their gradients before each step, divided by the number of processes."
+    "Let fully_shard manage them (no ignored_params; call it on the whole model last, after its blocks), or all_reduce "
+    "their gradients before each step and divide by the number of processes."
 )
 
 Samples = dict[str, list[float]]
 
 
 def findings(run: RecordedRun) -> list[Finding]:
-    """sync_off, weights_differ_at_start and all of DIVERGENCE (rules/__init__.py); summed_gradients, buffers_differ."""
+    """Check for weights_differ_at_start, summed_gradients, buffers_differ and DIVERGENCE (rules/__init__.py)."""
     found = first_of(run, _fsdp_sync_off, _differ_when_sharded)
     if found or run.has("join"):
         return found
     if not (run.reduces_gradients or run.meant_as_replicas):
         return first_of(run, _weights_exchanged)
-    if run.averages_weights:  # ranks that have made unequally many steps
+    if run.averages_weights:  # the ranks may make different numbers of steps
         return []
     return first_of(run, _steps_differ) or first_of_each(run, _divergence, _summed, _buffers)
 
 
 def _steps_differ(run: RecordedRun) -> Iterator[Finding]:
-    """steps_differ: a rank does not step after a backward pass after which another one does. Ranks that reduce
-    gradients make the same backward passes."""
+    """steps_differ: after the same backward pass, one rank steps and another does not. (Ranks that reduce gradients
+    make equal numbers of backward passes.)"""
     passes = [len(events) for events in run.per_peer("backward")]
     if run.cut or not run.reduces_gradients or max(passes) - min(passes) > 1 or not min(passes):
         return
@@ -64,52 +64,55 @@ def _steps_differ(run: RecordedRun) -> Iterator[Finding]:
             missing = next((n for n, b in enumerate(at[more]) if b not in at[less]), None)
             if missing is not None and (len(at[more]) != len(at[less]) or passes[more] == passes[less]):
                 evidence = (
-                    f"rank {run.peers[more]} made {len(at[more])} steps of the optimizer and rank {run.peers[less]} "
-                    f"{len(at[less])}, in {passes[more]} and {passes[less]} backward passes; the first that rank "
-                    f"{run.peers[less]} lacks comes after backward pass {at[more][missing]}"
+                    f"rank {run.peers[more]} made {len(at[more])} optimizer steps and rank {run.peers[less]} made "
+                    f"{len(at[less])}, in {passes[more]} and {passes[less]} backward passes; the first step that "
+                    f"rank {run.peers[less]} skipped comes after backward pass {at[more][missing]}"
                 )
                 yield finding_at("steps_differ", per_rank[more][missing]["at"], evidence)
 
 
 def _fsdp_sync_off(run: RecordedRun) -> Iterator[Finding]:
-    """sync_off, with FSDP (whose weights cannot be compared): the last backward before a step does not reduce."""
+    """sync_off with FSDP: the last backward before a step does not reduce. (FSDP's weights cannot be compared.)"""
     events = list(run.events(0, "backward", "before")) if any(run.events(0, "fsdp")) else []
     last = [a for a, b in pairwise(events) if a["k"] == "backward" and b["k"] == "before"]
     kept = sum(bool(e.get("unsent")) for e in last)
     if kept >= max(2, 0.9 * len(last)):
-        evidence = (
-            f"the last backward before {kept} of {len(last)} steps was made with gradient synchronisation turned off"
-        )
+        evidence = f"the last backward before {kept} of {len(last)} steps ran with gradient synchronisation turned off"
         yield finding_at("sync_off", run.line("no_sync"), evidence)
 
 
 def _differ_when_sharded(run: RecordedRun) -> Iterator[Finding]:
-    """weights_differ_at_start, with fully_shard, which shards what each rank has and sends nothing: weights that differ
-    become shards of different models. Only weights whose shards are unchanged at the first step count."""
+    """weights_differ_at_start with fully_shard. It shards each rank's weights without sending any, so if the weights
+    differ, the shards belong to different models. Weights count only if their shards are unchanged at the first step.
+    """
     whole = [events[0]["whole"] for events in run.per_peer("cut") if events]
     differing = _differing(whole) if len(whole) == len(run.peers) > 1 else []
     if differing:
         line, words = _state_load_line(run)
         seed = script_lines.rank_seed(run)
         evidence = (
-            f"when fully_shard cut the weights {_describe(differing, whole[0])}, and nothing has sent them since{words}"
+            f"when fully_shard sharded the weights, {_describe(differing, whole[0])}, and no weights were sent "
+            f"later{words}"
         )
         yield finding_at("weights_differ_at_start", line or seed or run.line("fsdp"), evidence, seed)
 
 
 def _state_load_line(run: RecordedRun) -> tuple[Any, str]:
-    """The line where some ranks alone load a state before the first step, and words for how many do."""
+    """(the line where only some ranks load a state before the first step, evidence with the number of these ranks)."""
     begun = [takewhile(lambda e: e["k"] == "loaded", events) for events in run.per_peer("loaded", "before")]
     loads = [[e["at"] for e in events] for events in begun]
     line = next((at for theirs in loads for at in theirs if at and any(at not in others for others in loads)), None)
-    words = f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state there"
+    words = f"; {sum(line in theirs for theirs in loads)} of {len(loads)} ranks loaded a state at this line"
     return line, words if line is not None else ""
 
 
 def _weights_exchanged(run: RecordedRun) -> Iterator[Finding]:
-    """not_reduced: ranks send each other weights that each of them has stepped by its own gradients, as
-    ZeroRedundancyOptimizer does without DDP. All ranks must step, with different gradients, and communicate nothing
-    between a backward and the step, since a script may average in more ways than doctor knows."""
+    """not_reduced: each rank updates weights with its local gradients, and the ranks then send each other the weights,
+    as ZeroRedundancyOptimizer does without DDP.
+
+    Reported only if the gradients differ, and no rank communicates between a backward and the step. Otherwise the
+    script may average gradients in a way that doctor does not know.
+    """
     if not run.exchanges_weights or any(_communicates_before_steps(run, rank) for rank in run.peers):
         return
     steps = run.at_common_steps("before", "grads")
@@ -118,9 +121,9 @@ def _weights_exchanged(run: RecordedRun) -> Iterator[Finding]:
     if len(unequal) >= 2:
         first, differing = unequal[0]
         evidence = (
-            f"at {len(unequal)} of {len(steps)} steps that were compared "
-            f"{_describe(differing, first['grads'], 'gradients')}, and nothing was exchanged between the backward and "
-            "the step: the weights, which the ranks send each other afterwards, follow the examples of one rank each"
+            f"at {len(unequal)} of {len(steps)} compared steps {_describe(differing, first['grads'], 'gradients')}, "
+            "and nothing was exchanged between the backward and the step: each weight that the ranks exchange "
+            "afterwards was trained on one rank's examples"
         )
         yield finding_at("not_reduced", first["at"], evidence)
 
@@ -136,12 +139,12 @@ def _communicates_before_steps(run: RecordedRun, rank: int) -> bool:
 
 
 def _divergence(run: RecordedRun) -> Iterator[Finding]:
-    """The first difference of the weights at the steps that were compared, and its cause."""
+    """Find the first difference of the weights at the compared steps, and its cause."""
     per_rank = [
         {(e["opt"], e["step"], e["k"]): e for e in run.events(rank, "before", "step") if e.get("weights")}
         for rank in run.peers
     ]
-    alike: dict[int, int] = {}  # optimizer -> the last step after which its weights were equal
+    alike: dict[int, int] = {}  # optimizer -> the last step after which its weights were equal on all ranks
     for (opt, step, kind), first in per_rank[0].items():  # in the order of the run
         events = [ranks[opt, step, kind] for ranks in per_rank if (opt, step, kind) in ranks]
         before = [ranks[opt, step - 1, "before"] for ranks in per_rank if (opt, step - 1, "before") in ranks]
@@ -162,11 +165,14 @@ def _divergence(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _differ_at_start(run: RecordedRun, first: Event, differing: list[tuple[str, float]], evidence: str) -> Finding:
-    """weights_differ_at_start: at the line where some ranks load a state, or write weights by rank, or seed by rank; or
-    else where the first of these weights is made. Of parameters that a DDP module got later: unknown_to_ddp."""
+    """weights_differ_at_start, or unknown_to_ddp if all these parameters were added to a DDP module later.
+
+    Names the first line found of these: only some ranks load a state; weights are initialized; only some ranks write
+    weights; the seed depends on the rank. Otherwise names the line that creates the first of the differing weights.
+    """
     added = {name for name, (_, how, *_) in (first.get("outside") or {}).items() if "later" in how}
     names = {name for name, _ in differing}
-    if names <= added:  # DDP has not sent them, and will not reduce them
+    if names <= added:  # DDP did not broadcast them, and will not reduce them
         return _unknown_to_ddp(run, first, names, f"{evidence}; DDP does not reduce them")
     line, words = _state_load_line(run)
     seed, drawn = script_lines.rank_seed(run), run.line("initialized")
@@ -176,7 +182,7 @@ def _differ_at_start(run: RecordedRun, first: Event, differing: list[tuple[str, 
 
 
 def _describe(differing: list[tuple[str, float]], tensors: Samples, what: str = "tensors") -> str:
-    """How many tensors differ, which ones, and by how much."""
+    """Describe for the evidence how many tensors differ, which ones, and by how much."""
     return (
         f"{len(differing)} of {len(tensors)} {what} differ between ranks ({listed([name for name, _ in differing])}), "
         f"by up to {max(size for _, size in differing):.1e} of their mean magnitude"
@@ -184,28 +190,29 @@ def _describe(differing: list[tuple[str, float]], tensors: Samples, what: str = 
 
 
 def _differing(ranks: list[Samples], without: Collection[str] = ()) -> list[tuple[str, float]]:
-    """(name, largest difference by mean magnitude) of tensors of one shape that differ, but for those named."""
+    """(name, largest difference / mean magnitude) of each tensor that differs, except those in `without`."""
     found = []
     for name, first in ranks[0].items():
         others = [o for tensors in ranks[1:] if (o := tensors.get(name)) is not None and o[0] == first[0]]
         values = [[*o[3:], o[1] / o[0], o[2] / o[0]] for o in (first, *others)]
         mean = max(max((abs(v[-2]) for v in values if math.isfinite(v[-2])), default=0.0), 1e-12)
         size = max((_distance(a, b) for v in values[1:] for a, b in zip(values[0], v)), default=0.0)
-        # Of another shape on some rank are parts of one model.
+        # Tensors that differ in size between ranks are shards of one model.
         if size > TOLERANCE * mean and len(others) == len(ranks) - 1 and name not in without:
             found.append((name, size / mean))
     return found
 
 
 def _distance(a: float, b: float) -> float:
-    """|a - b|; 0 between two NaN, and infinite between a NaN and a number."""
+    """|a - b|. Two NaN have the distance 0; a NaN and a number have an infinite distance."""
     if a == b or (a != a and b != b):
         return 0.0
     return math.inf if math.isnan(a - b) else abs(a - b)
 
 
 def _written_outside(run: RecordedRun, opt: int, step: int, alike: int | None, words: str) -> Iterator[Finding]:
-    """written_outside: equal after one step, unequal before a later one, and a rank saw its weights change."""
+    """written_outside: the ranks' weights are equal after one step and differ before a later step, and a recorder saw
+    them change in between, outside the optimizer."""
     moved = [
         {e["step"]: e for e in run.events(rank, "moved", opt=opt) if alike is not None and alike <= e["step"] <= step}
         for rank in run.peers
@@ -213,17 +220,17 @@ def _written_outside(run: RecordedRun, opt: int, step: int, alike: int | None, w
     first = min((number for m in moved for number in m), default=None)
     if first is not None:
         who = [rank for rank, m in zip(run.peers, moved, strict=True) if first in m]
-        whose = f"rank {who[0]}'s" if len(who) == 1 else "the ranks'"
+        owner = f"rank {who[0]}'s" if len(who) == 1 else "the ranks'"
         at = next(m[first]["at"] for m in moved if first in m)
         evidence = (
-            f"{whose} weights changed between step {first} and the next, by no optimizer; before step {step + 1} "
+            f"{owner} weights changed between step {first} and the next, outside the optimizer; before step {step + 1} "
             f"{words}"
         )
         yield finding_at("written_outside", script_lines.weight_write(run, at) or at, evidence)
 
 
 def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
-    """The cause where weights agreed before a step, or the steps since they last agreed were not compared."""
+    """The cause of weights that differ after a step, although they agreed at the last compared step before it."""
     given: list[Samples] = [e.get("grads") or {} for e in before]
     differing = _differing(given, run.model_parallel)
     at = before[0]["at"]
@@ -231,29 +238,30 @@ def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when:
         return _optimizer_differs(run, before, after, when)
     when += f"; {_describe(differing, given[0], 'gradients')} at that step"
     if not run.reduces_gradients:
-        when += "; no gradient was reduced, by DDP or by a call of the script's"
+        when += "; no gradients were reduced, neither by DDP nor by the script"
         return finding_at("not_reduced", at, when, _averaged_copy_line(run, before[0]))
     if any(run.events(0, "ddp")):
         return _under_ddp(run, before, {name for name, _ in differing}, when)
     kept, wrap = _unreduced_names(given, [e.get("own") or {} for e in before]), run.line("fsdp")
     reduction = next(run.events(0, "coll", of="grad"), None)
     if kept and reduction is not None:
-        evidence = f"{when}; those of {', '.join(kept[:_NAMED])} are each rank's own still, where gradients are reduced"
+        evidence = f"{when}; gradients of {', '.join(kept[:_NAMED])} are not reduced, but others are"
         beside = script_lines.frame_in_scope(reduction.get("by") or [], at)
         return finding_at("partly_reduced", reduction["at"], evidence, beside)
     if wrap is not None and reduction is None:
-        evidence = f"{when}; FSDP does not hold these parameters, and nothing else reduces their gradients"
+        evidence = f"{when}; FSDP does not manage these parameters, and nothing else reduces their gradients"
         return finding_at("partly_reduced", wrap, evidence, at, _HELD_BY_FSDP)
     left = next((e["unwaited"] for e in before if e.get("unwaited")), None)
     if left is not None:
-        when += f", and nobody had waited for {left[0]} of its asynchronous reductions: they may not have ended"
+        when += f", and the script did not wait for {left[0]} of its asynchronous reductions, so they may be unfinished"
         return finding_at("gradients_differ", left[1], when, at)
     line = script_lines.gradient_write(run, at)
-    return finding_at("gradients_differ", line or at, f"{when}, though gradients are reduced")
+    return finding_at("gradients_differ", line or at, f"{when}, although gradients are reduced")
 
 
 def _averaged_copy_line(run: RecordedRun, before: Event) -> Any:
-    """The line that reduces, after the first step, something of the size of a weight or of all: a copy."""
+    """The line that reduces, after the first step, a tensor with the size of one weight or of all weights: probably a
+    copy of gradients."""
     sizes = {int(values[0]) for values in before["weights"].values()}
     sizes.add(sum(sizes))
     since = dropwhile(lambda e: e["k"] != "step", run.events(0, "step", "coll"))
@@ -263,8 +271,8 @@ def _averaged_copy_line(run: RecordedRun, before: Event) -> Any:
 
 
 def _unreduced_names(given: list[Samples], own: list[Samples]) -> list[str]:
-    """The gradients that are each rank's own, where others are reduced. One common factor per rank is allowed for,
-    since each rank may have clipped by its own norm."""
+    """The names of the gradients that are not reduced. Gradients that differ between two ranks only by a common factor
+    count as reduced, because each rank may have clipped by its local norm."""
     kept: set[str] = set()
     reduced: set[str] = set()
     for theirs in given[1:]:
@@ -281,52 +289,56 @@ def _unreduced_names(given: list[Samples], own: list[Samples]) -> list[str]:
 
 
 def _multiple(ours: list[float], theirs: list[float]) -> float | None:
-    """c, above 0, where `theirs` are c times `ours`; None where they are not."""
+    """The number c > 0 with theirs = c * ours; None if there is no such number."""
     factor = multiple_of(ours[2:], theirs[2:], TOLERANCE)
     return factor if factor is not None and factor > 0 else None
 
 
 def _since_step(events: list[Event], before: Event, opt: int | None = None) -> list[Event]:
-    """A rank's events from the last step of an optimizer, or of any, to this event."""
+    """A rank's events from the last step of an optimizer (None: of any optimizer) to the event `before`."""
     end = next(i for i, e in enumerate(events) if e is before)
     steps = (i for i in range(end - 1, -1, -1) if events[i]["k"] == "step" and opt in (None, events[i]["opt"]))
     return events[next(steps, 0) : end]
 
 
 def _under_ddp(run: RecordedRun, ranks: list[Event], names: set[str], when: str) -> Finding:
-    """unknown_to_ddp, sync_off, past_ddp or gradients_differ. ranks: the step's "before" event of each rank; names: of
-    the gradients that differ there."""
+    """unknown_to_ddp, sync_off, past_ddp or gradients_differ.
+
+    Args:
+        ranks: the "before" event of each rank at the step.
+        names: the gradients that differ at the step.
+    """
     before = ranks[0]
     window = _since_step(run.ranks[0], before, before["opt"])
     outside = before.get("outside") or {}
-    # Each rank clips by a norm of its own when one gradient is its own: then all of them differ before the step, and
-    # only those that DDP does not reduce after the backward.
+    # If one gradient is not reduced, each rank clips by a different norm. Then all gradients differ before the step,
+    # but after the backward only the unreduced ones do.
     unreduced = {name for name, _ in _differing([e.get("own") or {} for e in ranks])} or names
     if unreduced <= set(outside):
-        whose = "them" if unreduced == names else "those of " + ", ".join(sorted(unreduced)[:_NAMED])
-        return _unknown_to_ddp(run, before, unreduced, f"{when}; DDP does not reduce {whose}")
+        those = "them" if unreduced == names else "the gradients of " + ", ".join(sorted(unreduced)[:_NAMED])
+        return _unknown_to_ddp(run, before, unreduced, f"{when}; DDP does not reduce {those}")
     passes = [e for e in window if e["k"] == "backward"]
     past = [e for e in window if e["k"] == "past"] or list(run.events(0, "past"))
     if passes and not passes[-1]["synced"] and passes[-1]["local"]:
         line = run.line("no_sync") or script_lines.attribute_use(run, "require_backward_grad_sync")
         usual = run.line("before", opt=before["opt"])
-        line = before["at"] if usual != before["at"] else line  # a step of its own, for what is left
-        evidence = f"{when}; the last backward before the step, of {len(passes)}, was made under no_sync"
+        line = before["at"] if usual != before["at"] else line  # a separate step for the rest of an epoch
+        evidence = f"{when}; the last of {len(passes)} backward passes before the step ran under no_sync"
         return finding_at("sync_off", line or passes[-1]["at"], evidence)
     if any(not e["synced"] and not e["local"] for e in passes):
         line = past[0]["at"] if past else script_lines.attribute_use(run, "module") or passes[-1]["at"]
-        evidence = f"{when}; a backward was made of a forward that did not go through the DDP module"
+        evidence = f"{when}; a backward used a forward that bypassed the DDP module"
         return finding_at("past_ddp", line, evidence)
     if past:
-        evidence = f"{when}; the module inside DDP was called too, past DDP, before that step"
+        evidence = f"{when}; before that step the script also called the module inside DDP directly"
         return finding_at("past_ddp", past[0]["at"], evidence)
     line = script_lines.gradient_write(run, before["at"])
-    return finding_at("gradients_differ", line or before["at"], f"{when}, though DDP reduced gradients")
+    return finding_at("gradients_differ", line or before["at"], f"{when}, although DDP reduced gradients")
 
 
 def _unknown_to_ddp(run: RecordedRun, before: Event, names: set[str], words: str) -> Finding:
-    """unknown_to_ddp: where the parameters were unfrozen or made. Where a function makes them, at its call beside the
-    one that wraps the model."""
+    """unknown_to_ddp. Names the line that unfroze or created the parameters. If a function created them, names the call
+    of the function in the scope that wraps the model with DDP."""
     at, how, *stack = next(place for name, place in (before.get("outside") or {}).items() if name in names)
     line = (script_lines.unfreeze(run) if "frozen" in how else None) or at or before["at"]
     wrap = run.line("ddp")
@@ -335,7 +347,7 @@ def _unknown_to_ddp(run: RecordedRun, before: Event, names: set[str], words: str
 
 
 def _optimizer_differs(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
-    """optimizer_differs, or weights_differ: the gradients are equal, and the update is not."""
+    """optimizer_differs or weights_differ: the gradients are equal, but the updates differ."""
     settings = [e.get("settings") or [] for e in before]
     made, at = run.line("optimizer", opt=before[0]["opt"]), before[0]["at"]
     restored = restored_line(run, before[0])
@@ -344,24 +356,24 @@ def _optimizer_differs(run: RecordedRun, before: list[Event], after: list[Event]
             name = next((k for k in (*a, *b) if a.get(k) != b.get(k)), None)
             if name is not None:
                 evidence = (
-                    f"{when}, by the same gradients: {name} is {a.get(name)} on rank 0 and {b.get(name)} on {rank}"
+                    f"{when}, with equal gradients: {name} is {a.get(name)} on rank 0 and {b.get(name)} on rank {rank}"
                 )
                 return finding_at("optimizer_differs", restored or made or at, evidence, made)
     state = _differing([e.get("state") or {} for e in after])
     if state:
         line = restored or next((e["at"] for e in run.all_events("restored")), None)
-        evidence = f"{when}, by the same gradients: {_describe(state, after[0]['state'], 'tensors of its state')}"
+        evidence = f"{when}, with equal gradients: {_describe(state, after[0]['state'], 'optimizer state tensors')}"
         return finding_at("optimizer_differs", line or at, evidence)
-    return finding_at("weights_differ", at, f"{when}, though the gradients of that step were the same")
+    return finding_at("weights_differ", at, f"{when}, although the gradients of that step were equal")
 
 
 def _buffers(run: RecordedRun) -> Iterator[Finding]:
-    """buffers_differ: nothing sends the buffers, as running means of each rank's data; or DDP overwrites what the
-    script writes on each rank with rank 0's."""
+    """buffers_differ: buffers, such as running means of each rank's data, are never sent, or DDP overwrites them with
+    rank 0's buffers."""
     steps = run.at_common_steps("buffers") if run.reduces_gradients else []
     for kind, words in (
-        ("buffers", "nothing sends them"),
-        ("sent", "DDP then gives every rank those of rank 0, and what the others wrote is lost"),
+        ("buffers", "they are never sent between ranks"),
+        ("sent", "DDP then overwrites them with rank 0's, and the other ranks' values are lost"),
     ):
         differing = [_differing([e.get(kind) or {} for e in events]) for events in steps]
         if sum(map(bool, differing)) < 2 or not differing[-1]:
@@ -375,7 +387,7 @@ def _buffers(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _summed(run: RecordedRun) -> Iterator[Finding]:
-    """summed_gradients: each rank's loss is a mean, and the optimizer is given the sum of the ranks' gradients."""
+    """summed_gradients: each rank's loss is a mean, but the optimizer gets the sum of the ranks' gradients."""
     steps = [events for events in run.at_common_steps("before", "own") if all(e.get("grads") for e in events)]
     kinds = {e.get("form", e["mean"]) for events in run.per_peer("backward") for e in events}
     if len(run.peers) < 2 or len(steps) < 2 or kinds != {"mean"} or divides_rate(run):
@@ -387,30 +399,31 @@ def _summed(run: RecordedRun) -> Iterator[Finding]:
         if factor is None or abs(factor * events[0].get("scale", 1.0) - 1) > SUMMED:
             return
     evidence = (
-        f"at {len(steps)} of {len(steps)} steps that were compared the optimizer was given the sum of the gradients of "
-        f"{len(run.peers)} ranks, each of a loss that is a mean: nothing divided it"
+        f"at {len(steps)} of {len(steps)} compared steps the optimizer got the sum of the gradients of "
+        f"{len(run.peers)} ranks, each from a loss that is a mean, and nothing divided it"
     )
     reduction = next(run.events(0, "coll", of="grad"), steps[0][0])
     yield finding_at("summed_gradients", reduction["at"], evidence)
 
 
 def _reduced_samples(run: RecordedRun, rank: int, before: Event) -> Samples:
-    """What a rank gave to the reductions before a step, for gradients that a hook reduces during the backward."""
+    """Samples of the tensors that a rank passed to the reductions before a step. For scripts with a hook that reduces
+    gradients during the backward."""
     if len(list(run.events(rank, "optimizer"))) != 1:
-        return {}  # parameters are numbered through all of them
+        return {}  # parameters are numbered through all optimizers
     order, events = list(before["weights"]), _since_step(run.ranks[rank], before)
     sent = (e for e in events if e["k"] == "coll" and e.get("of") == "grad" and e.get("given"))
     return {order[n - 1]: e["given"] for e in sent if 0 < (n := e.get("number") or 0) <= len(order)}
 
 
 def _sum_factor(own: list[Samples], given: Samples) -> float | None:
-    """c where the gradients that an optimizer was given are c times the sum of all ranks'; None where they are not."""
+    """The number c with given = c * (sum of `own` over all ranks); None if there is no such number."""
     sums: list[float] = []
-    gifts: list[float] = []
+    used: list[float] = []
     for name, values in given.items():
         theirs = [o[name] for o in own if name in o and o[name][0] == values[0]]
         if len(theirs) < len(own):
             return None
         sums += [sum(t[i] for t in theirs) for i in range(2, len(values))]
-        gifts += values[2:]
-    return multiple_of(sums, gifts, SUMMED)
+        used += values[2:]
+    return multiple_of(sums, used, SUMMED)

@@ -31,14 +31,15 @@ from paceline.observe.expressions import (
     text_of,
 )
 
-OVER = 1e-5  # of the highest rate: below this the schedule is over
-OVER_SHARE = 0.2  # of the steps, that come after that
-# Of the highest rate, by which a schedule in epochs may fall: in a whole run, in one epoch.
+OVER = 1e-5  # a schedule is over when its rate is at most this fraction of the highest rate
+OVER_SHARE = 0.2  # minimum fraction of the steps after the schedule is over, for a finding
+# Fraction of the highest rate to which a schedule in epochs may fall: in a whole run, in one epoch.
 FELL, FELL_EPOCH = 0.05, 0.8
-LOW, BACK = 0.02, 0.5  # of the highest rate: how far one falls that comes down too early, and how far it then rises
-MANY = 5  # drops of a rate that should drop once in many epochs
-MIN_BATCHES = 4  # of an epoch, so that it can be told from a step
-MIN_UPDATES = 6  # of a schedule whose length is compared with their number
+# Fractions of the highest rate, for a rate that falls too early: it falls below LOW, and rises again above BACK.
+LOW, BACK = 0.02, 0.5
+MANY = 5  # minimum number of drops in a run, for a rate that should drop once in many epochs
+MIN_BATCHES = 4  # minimum number of batches in an epoch: with fewer, an epoch looks like a step
+MIN_UPDATES = 6  # minimum number of updates, to compare it with the length of a schedule
 _WHOLE = (
     "CosineAnnealingLR",
     "OneCycleLR",
@@ -49,17 +50,18 @@ _OF_A_SET = re.compile(r"len\(([\w.]*\.dataset|(?![\w.]*(load|_dl\b))[\w.]*(data
 _OF_A_LOADER = re.compile(r"len\([\w.]*(load\w*|_dl)\)", re.IGNORECASE)
 _WITH_LINES = ("optimizer", "sched", "sched_made", "loader", "backward", "pass", "ddp")
 _BATCH_SIZE = re.compile(r"batch_?size|\b(batch|bs)\b", re.IGNORECASE)
-_NO_SHARE = re.compile(f"{_OF_A_SET.pattern}|{_BATCH_SIZE.pattern}", re.IGNORECASE)  # all of it, before a division
-_WORLD_ALONE = re.compile(r"^\W*(int\()?[\w.]*(environ[\w.]*\W+)?world_size\W*$")  # nothing but that number
+# A number that is not yet divided by the number of processes.
+_NO_SHARE = re.compile(f"{_OF_A_SET.pattern}|{_BATCH_SIZE.pattern}", re.IGNORECASE)
+_WORLD_ALONE = re.compile(r"^\W*(int\()?[\w.]*(environ[\w.]*\W+)?world_size\W*$")  # nothing but the number of processes
 _PARTS = re.compile(r"accum|micro", re.IGNORECASE)
 _LOAD_ON_EVERY_RANK = "Load the same state of the optimizer and of the scheduler on every rank."
-UNLIKE = 1e-3  # relative difference of the factors by which ranks multiply their gradients
-MIN_REPEATS = 3  # of what is a habit, and no accident
+UNLIKE = 1e-3  # relative difference above which the ranks' factors for their gradients are different
+MIN_REPEATS = 3  # minimum number of repetitions: fewer may be an accident
 
 
 def findings(run: RecordedRun) -> list[Finding]:
-    """lr_differs, schedule_length, scheduler_steps, accumulation, clip_before_unscale, clip_before_reduce,
-    clip_of_shards."""
+    """Check for lr_differs, schedule_length or scheduler_steps, accumulation, clip_before_unscale, clip_before_reduce
+    and clip_of_shards."""
     return [
         *first_of(run, _lr_differs),
         *first_of(run, _schedule_length, _scheduler_steps),
@@ -70,7 +72,7 @@ def findings(run: RecordedRun) -> list[Finding]:
 
 
 def _lr_differs(run: RecordedRun) -> Iterator[Finding]:
-    """lr_differs: at the same step of an optimizer."""
+    """lr_differs: at the same step of an optimizer, the ranks have different learning rates."""
     if not run.reduces_gradients or run.has("join"):
         return
     per_rank = [{(e["opt"], e["step"]): e for e in run.events(rank, "before")} for rank in range(run.processes)]
@@ -82,7 +84,7 @@ def _lr_differs(run: RecordedRun) -> Iterator[Finding]:
             continue
         stepped = [sum(1 for _ in run.events(r, "sched", opt=opt)) for r in (0, rank)]
         evidence = (
-            f"at step {step + 1} rank 0 has lr {ours['lr'][0]:.4g} and rank {rank} {theirs['lr'][0]:.4g}; "
+            f"at step {step + 1} lr is {ours['lr'][0]:.4g} on rank 0 and {theirs['lr'][0]:.4g} on rank {rank}; "
             f"they stepped the scheduler {stepped[0]} and {stepped[1]} times"
         )
         sched, made = next(run.all_events("sched"), None), run.line("optimizer", opt=opt)
@@ -96,7 +98,7 @@ def _lr_differs(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _schedulers(run: RecordedRun) -> dict[int, list[Event]]:
-    """A scheduler's number -> its steps on rank 0."""
+    """Scheduler number -> the scheduler's steps on rank 0."""
     by: dict[int, list[Event]] = defaultdict(list)
     for e in run.events(0, "sched", "sched_error"):
         by[e["sched"]].append(e)
@@ -104,13 +106,13 @@ def _schedulers(run: RecordedRun) -> dict[int, list[Event]]:
 
 
 def _updates(run: RecordedRun, sched: Event) -> list[Event]:
-    """Rank 0's steps of a scheduler's optimizer, or of all where that is not known."""
+    """Rank 0's steps of the scheduler's optimizer; of all optimizers if the scheduler's is unknown."""
     opt = sched.get("opt")
     return [e for e in run.events(0, "before") if opt is None or e["opt"] == opt]
 
 
 def _scheduler_steps(run: RecordedRun) -> Iterator[Finding]:
-    """scheduler_steps: once for each process, or too often for its length."""
+    """scheduler_steps: the scheduler steps once per process, or too often for its length."""
     for number, steps in _schedulers(run).items():
         evidence = _once_per_process(run, number) or _too_early(run, steps)
         if evidence:
@@ -118,9 +120,8 @@ def _scheduler_steps(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _schedule_length(run: RecordedRun) -> Iterator[Finding]:
-    """schedule_length: a schedule ends too early or too late by just the factor by which its length may be counted
-    wrong, the number of processes or of micro-batches. The source must show that too, since a run may be shorter than
-    meant."""
+    """schedule_length: a schedule is too short or too long by a factor that is the number of processes or of
+    micro-batches. The source must show the error too, because a run may be shorter than planned."""
     k, size = accumulated(run), run.world_size
     epochs = sum(p.loader in run.training_loaders and p.training for p in run.passes[0])
     for steps in _schedulers(run).values():
@@ -135,22 +136,29 @@ def _schedule_length(run: RecordedRun) -> Iterator[Finding]:
         of_batches = k > 1 and _OF_A_LOADER.search(text) and not _PARTS.search(text)
         why = ""
         if _is_multiple(horizon, size, count, epochs) and twice:
-            why = f"the length was divided by {size} processes twice, since each loader has its share"
+            why = (
+                f"the length was divided by the number of processes ({size}) twice: len() of a loader already counts "
+                "only the rank's batches"
+            )
         elif _is_multiple(count, size, horizon, epochs) and of_all_data:
-            why = f"the length counts all the data, of which each of {size} processes has a part"
+            why = f"the length counts all data, but each of {size} processes reads only its shard"
         elif _is_multiple(count, k, horizon, epochs) and of_batches:
-            why = f"the length counts micro-batches, {k} for each update"
+            why = f"the length counts micro-batches, {k} per update"
         if why:
             evidence = (
-                f"its {last['name']} is {horizon}, and it was stepped {count} times, at every update: {why}; the rate "
-                f"was {rates[-1]:.1e} at the end, of {max(rates):.1e} at most"
+                f"its {last['name']} is {horizon}, and it was stepped {count} times, at every update: {why}; the "
+                f"learning rate was {rates[-1]:.1e} at the end and {max(rates):.1e} at most"
             )
             yield finding_at("schedule_length", lines[0], evidence, lines[1])
 
 
 def _length_in_text(run: RecordedRun, last: Event) -> tuple[tuple[Any, Any], str, bool]:
-    """((the line that makes the schedule, the line that divides its length by the number of processes, or takes it of
-    all the data), the text of its length and of what that is made of, does it divide a share by the processes?)."""
+    """Read a schedule's length in the source.
+
+    Returns (lines, text, twice). lines: the line that creates the schedule, and the line that divides its length by the
+    number of processes or counts all data. text: the source of the length. twice: does the source divide a length that
+    is already a rank's share by the number of processes again?
+    """
     made = run.line("sched_made", sched=last["sched"])
     call = call_at(made)
     if made is None or call is None:
@@ -159,37 +167,38 @@ def _length_in_text(run: RecordedRun, last: Event) -> tuple[tuple[Any, Any], str
         return (call_line(last["type"], *lines) or last["at"], None), text, bool(WORLD.search(text))
     found = pieces(run.files(*_WITH_LINES), made[0], [*call.args[1:], *(k.value for k in call.keywords)])
     text = text_of(found)
-    # The length of a loader is a share already; so may be a name that says nothing, but not the length of a data set.
+    # The length of a loader is already a rank's share. An unknown name may be one too. The length of a data set is not.
     pattern = WORLD if _OF_A_LOADER.search(text) else _WORLD_ALONE
     divides = next((piece for piece in found if divided_by(piece, pattern, unless=_NO_SHARE)), None)
     whole = next((piece for piece in found if _OF_A_SET.search(piece.text)), None)
     line = next((piece.line for piece in (divides, whole) if piece is not None), None)
-    # A batch that the processes share is no share of the steps, nor is the number of processes by itself.
+    # Ignore a batch size that is divided by the number of processes, and the number of processes alone: neither is a
+    # length.
     batches = [p for p in found if divided_by(p, WORLD) and not divided_by(p, WORLD, unless=_BATCH_SIZE)]
     rest = [p for p in found if p not in batches and not _WORLD_ALONE.search(p.text)]
     return (made, line), text_of(rest), divides is not None
 
 
 def _is_multiple(part: int, factor: int, whole: int, epochs: int) -> bool:
-    """Is part * factor the whole, but for rounding? Each epoch of the part may have been rounded up."""
+    """Does part * factor equal the whole, except for rounding? The part may have been rounded up in each epoch."""
     return abs(part * factor - whole) <= max(factor, 0.05 * whole, min(factor * epochs, 0.15 * whole))
 
 
 def _once_per_process(run: RecordedRun, number: int) -> str:
-    """It is stepped several times in a row, as often as there are processes."""
-    # Accelerate's lengths count processes.
+    """Evidence that the scheduler steps several times in a row, once per process; "" otherwise."""
+    # Skip Accelerate's steps: its schedules allow for one step per process.
     steps = [e for e in run.events(0, "sched", sched=number) if not e.get("library")]
     own = set(map(id, (*steps, *run.events(0, "yield", "backward", "step", "before"))))
     both = [e for e in run.ranks[0] if id(e) in own]
     rows = [len(list(some)) for is_step, some in groupby(both, lambda e: e["k"] == "sched") if is_step]
     size = run.world_size
     if len(rows) >= 2 and size > 1 and set(rows) == {size} and steps[-1]["at"]:
-        return f"it was stepped {size} times in a row, {len(rows)} times: once for each of {size} processes"
+        return f"it was stepped {size} times in a row, on {len(rows)} occasions: once per process"
     return ""
 
 
 def _too_early(run: RecordedRun, steps: list[Event]) -> str:
-    """It is stepped per batch, where its length counts epochs, or per micro-batch, and is over too early."""
+    """Evidence that the scheduler ends too early: it steps per batch with a length in epochs, or per micro-batch."""
     updates = _updates(run, steps[-1])
     passes = [p for p in run.passes[0] if p.loader in run.training_loaders and p.training]
     often = _per_batch(steps, len(updates), len(passes))
@@ -197,7 +206,7 @@ def _too_early(run: RecordedRun, steps: list[Event]) -> str:
         return ""
     error = next((e for e in steps if e["k"] == "sched_error"), None)
     if error is not None:
-        return f"{often}; it refused: {error['text'].splitlines()[0][:120]}"
+        return f"{often}; it raised: {error['text'].splitlines()[0][:120]}"
     epochs, each = len(passes), max((len(p.yields) for p in passes), default=0)
     meant = _meant_for_epochs(steps, epochs, each) or _meant_for_updates(steps, len(updates))
     if meant and len(steps) > 1.1 * steps[-1]["horizon"] + 1:
@@ -221,24 +230,24 @@ def _too_early(run: RecordedRun, steps: list[Event]) -> str:
 
 
 def _comes_back(run: RecordedRun, steps: list[Event], rates: list[float], often: str) -> str:
-    """A library steps it once for each process, and its length does not allow for that: the rate comes down at that
-    part of the training, and slowly rises again."""
+    """Evidence that a library steps the scheduler once per process, but the scheduler's length does not allow for that.
+    The rate then reaches its low point after 1/(number of processes) of the steps, and slowly rises again."""
     if not steps[-1].get("library") or run.world_size < 2 or len(steps) < run.world_size * (len(rates) - 1):
         return ""
-    low = min(range(rates.index(max(rates)), len(rates)), key=rates.__getitem__)  # after what warms it up
+    low = min(range(rates.index(max(rates)), len(rates)), key=rates.__getitem__)  # after a warm-up
     near = abs((low + 1) * run.world_size - len(rates)) <= 0.1 * len(rates) + run.world_size
     slowly = low + 1 < len(rates) and rates[low + 1] < BACK * max(rates)
     if near and slowly and rates[low] < LOW * max(rates) and rates[-1] > BACK * max(rates):
         return (
-            f"{often}, {run.world_size} at each, for {run.world_size} processes; the rate came down to "
+            f"{often}, {run.world_size} per update, for {run.world_size} processes; the rate fell to "
             f"{rates[low]:.1e} at step {low + 1} of {len(rates)}, and was {rates[-1]:.1e} at the end"
         )
     return ""
 
 
 def _meant_for_epochs(steps: list[Event], epochs: int, each: int) -> str:
-    """Why its length must count epochs; "" where it may not. A cosine may rise and fall in each epoch on purpose, and a
-    step may come every ten batches.
+    """Evidence that the scheduler's length counts epochs; "" if it may count batches. (A cosine may rise and fall in
+    each epoch on purpose, and a script may step a scheduler every ten batches.)
 
     each: the number of batches in an epoch.
     """
@@ -246,24 +255,25 @@ def _meant_for_epochs(steps: list[Event], epochs: int, each: int) -> str:
     horizon, kind = last["horizon"], last["type"]
     if not horizon or not epochs or each < MIN_BATCHES:
         return ""
-    evidence = f"its {last['name']} is {horizon}, where an epoch has {each} batches"
+    evidence = f"its {last['name']} is {horizon}, but an epoch has {each} batches"
     fell = last["lr"][0] / last["base"] if last["base"] and last["lr"] and last["lr"][0] is not None else 1.0
     shorter = horizon < each / 2 or (horizon < each and each % horizon != 0)
     if kind == "CosineAnnealingLR" and horizon % each != 0 and (horizon == epochs or shorter):
         return evidence
-    counts = last["count"] is not None and last["count"] >= 0.9 * len(steps)  # whole steps, and no parts of an epoch
+    counts = last["count"] is not None and last["count"] >= 0.9 * len(steps)  # not stepped by fractions of an epoch
     if kind == "CosineAnnealingWarmRestarts" and counts and horizon <= epochs and horizon < each / 2:
         return evidence
     if kind == "MultiStepLR" and horizon <= epochs and (fell <= 0.1 or (horizon < each / 2 and fell < 1)):
-        return f"{evidence}, and the rate has come down to {last['lr'][0]:.1e}"
+        return f"{evidence}, and the rate fell to {last['lr'][0]:.1e}"
     often = horizon < each / 2 and len(steps) >= MANY * horizon and fell <= FELL
     if kind == "StepLR" and ((horizon <= epochs and fell <= 0.1) or often):
-        return f"{evidence}, and the rate has come down to {last['lr'][0]:.1e}"
+        return f"{evidence}, and the rate fell to {last['lr'][0]:.1e}"
     return ""
 
 
 def _meant_for_updates(steps: list[Event], updates: int) -> str:
-    """Why its length must count optimizer steps: a cosine of that length was stepped far more often. Or ""."""
+    """Evidence that the scheduler's length counts optimizer steps: it is a cosine of about that length, and was stepped
+    far more often. Otherwise ""."""
     last = steps[-1]
     horizon = last["horizon"]
     if last["type"] != "CosineAnnealingLR" or not horizon or abs(horizon - updates) > 0.1 * updates:
@@ -272,7 +282,7 @@ def _meant_for_updates(steps: list[Event], updates: int) -> str:
 
 
 def _per_batch(steps: list[Event], updates: int, epochs: int) -> str:
-    """How often it is stepped, where that is more than once per epoch; or else ""."""
+    """Describe how often the scheduler stepped, if it stepped more than once per epoch; otherwise ""."""
     count = len(steps)
     if updates < MIN_REPEATS or count < 2 or (epochs and count <= epochs + 1):
         return ""
@@ -284,14 +294,16 @@ def _per_batch(steps: list[Event], updates: int, epochs: int) -> str:
 
 
 def micro_batches(run: RecordedRun) -> list[tuple[list[Event], Event]]:
-    """(backward passes, the "before" event after them) for rank 0's optimizer steps. Several passes belong to one step
-    where each has a batch of its own, or they stand in a loop over micro-batches by its words; or else only the first
-    one counts."""
+    """(backward passes, the "before" event after them) for each optimizer step of rank 0.
+
+    Several passes belong to one step if each pass has a separate batch, or if they are in a loop that names
+    micro-batches. Otherwise only the first pass counts.
+    """
     found = []
     backwards: list[Event] = []
-    since = 0  # yields since the last backward
-    single = True  # has each backward a batch of its own?
-    read = 0  # yields since the last step
+    since = 0  # number of yields since the last backward
+    single = True  # does each backward have a separate batch?
+    read = 0  # number of yields since the last step
     loaders: set[str] = set()
     for e in run.ranks[0]:
         if e["k"] == "yield" and e["loader"] in run.training_loaders:
@@ -304,7 +316,7 @@ def micro_batches(run: RecordedRun) -> list[tuple[list[Event], Event]]:
         elif e["k"] == "before":
             one_line = len({tuple(b["at"]) for b in backwards}) == 1
             in_loop = one_line and bool(backwards[0]["at"]) and accumulates(*backwards[0]["at"])
-            window = one_line and read >= len(backwards)  # read at once, and then trained on one by one
+            window = one_line and read >= len(backwards)  # the batches are read first, then used one by one
             if len(backwards) > 1 and (((single or window) and len(loaders) == 1) or in_loop):
                 found.append((backwards, e))
             elif backwards:
@@ -314,25 +326,25 @@ def micro_batches(run: RecordedRun) -> list[tuple[list[Event], Event]]:
 
 
 def accumulated(run: RecordedRun) -> int:
-    """How many backward passes an optimizer step has, most often; 1 where there is none."""
+    """The most common number of backward passes per optimizer step; 1 if there are none."""
     sizes = Counter(len(backwards) for backwards, _ in micro_batches(run)).most_common(1)
     return sizes[0][0] if sizes else 1
 
 
 def _accumulation(run: RecordedRun) -> Iterator[Finding]:
-    """accumulation: each micro-batch's loss is a mean, and nothing divides by their number."""
+    """accumulation: each micro-batch's loss is a mean, and nothing divides by the number of micro-batches."""
     steps = micro_batches(run)
     several = [b for b, _ in steps if len(b) > 1]
     calls = [b for backwards in several for b in backwards]
     habit = len({e["opt"] for _, e in steps}) == 1 and len(several) >= 2 and len(several) * 2 >= len(steps)
-    dropped = 2 * len(list(run.events(0, "dropped"))) >= len(several)  # then they are no sum
+    dropped = 2 * len(list(run.events(0, "dropped"))) >= len(several)  # then the gradients were not accumulated
     rescaled = any(e.get("rescaled") for e in run.events(0, "before", "step"))
     if habit and not dropped and not rescaled and all(b["mean"] == "mean" for b in calls):
         k = Counter(map(len, several)).most_common(1)[0][0]
         synced = any(b["synced"] for backwards in several for b in backwards[:-1])
         evidence = (
-            f"{k} backward passes for each optimizer step, each of a loss that is a mean and was not divided by {k}"
-            f"{'; without no_sync: gradients were sent in each of them' if synced else ''}"
+            f"{k} backward passes per optimizer step, each with a loss that is a mean and was not divided by {k}"
+            f"{'; without no_sync, so each pass reduced its gradients' if synced else ''}"
         )
         at = calls[0]["at"]
         beside = script_lines.loss_return(at) if calls[0].get("library") else None
@@ -340,54 +352,56 @@ def _accumulation(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _clipped_scaled(run: RecordedRun) -> Iterator[Finding]:
-    """clip_before_unscale: the loss scale is still in the gradients."""
+    """clip_before_unscale: the gradients still contain the loss scale."""
     scaled = [e for e in run.events(0, "clip") if e["scale"] not in (None, 1.0)]
     for e in scaled:
         norm = f" of norm {e['norm']:.4g}" if e["norm"] is not None else ""
         evidence = (
-            f"gradients{norm}, still times the loss scale {e['scale']:g}, were clipped to {e['bound']}, "
+            f"gradients{norm}, still multiplied by the loss scale {e['scale']:g}, were clipped to {e['bound']}, "
             f"{len(scaled)} times"
         )
         yield finding_at("clip_before_unscale", e["at"], evidence)
 
 
 def _clipped_before(run: RecordedRun) -> Iterator[Finding]:
-    """clip_before_reduce: a collective is given gradients that were clipped."""
+    """clip_before_reduce: a collective reduces gradients that were clipped."""
     clips = [e for e in run.events(0, "clip") if e["changed"]]
     reduced = [e for e in run.events(0, "coll", of="grad") if e.get("clipped")]
     if clips and len(reduced) >= 2 and run.world_size > 1:
-        evidence = f"clipped {len(clips)} times, and then reduced over the ranks at {file_line(reduced[0]['at'])}"
+        evidence = (
+            f"gradients were clipped {len(clips)} times, then reduced over the ranks at {file_line(reduced[0]['at'])}"
+        )
         yield finding_at("clip_before_reduce", clips[0]["at"], evidence)
 
 
 def _clipped_under_no_sync(run: RecordedRun) -> Iterator[Finding]:
-    """clip_before_reduce, with DDP."""
+    """clip_before_reduce with DDP: gradients are clipped after a backward under no_sync, before DDP reduces them."""
     early = _clipped_early(run) if run.world_size > 1 and not first_of(run, _clipped_scaled) else []
     if len(early) >= MIN_REPEATS:
         evidence = (
-            f"clipped {len(early)} times after a backward under no_sync, before the one that reduces what they are "
-            "added to"
+            f"gradients were clipped {len(early)} times after a backward under no_sync, before the backward that "
+            "reduces the accumulated gradients"
         )
         yield finding_at("clip_before_reduce", early[0]["at"], evidence)
 
 
 def _clip_of_shards(run: RecordedRun) -> Iterator[Finding]:
-    """clip_of_shards: each rank multiplies its shards of the gradients by a factor of its own."""
+    """clip_of_shards: each rank multiplies its gradient shards by a different factor."""
     steps = run.at_common_steps("before", "shrunk")
     unequal = [es for es in steps if any(abs(e["shrunk"] / es[0]["shrunk"] - 1) > UNLIKE for e in es)]
     if len(unequal) >= MIN_REPEATS:
         first = unequal[0]
         shown = " and ".join(f"{e['shrunk']:.4g}" for e in first[:2])
         evidence = (
-            f"before {len(unequal)} of {len(steps)} steps each rank multiplied its parts of the gradients by a number "
-            f"of its own, at step {first[0]['step'] + 1} by {shown}"
+            f"before {len(unequal)} of {len(steps)} steps the ranks multiplied their gradient shards by different "
+            f"factors (at step {first[0]['step'] + 1}: {shown})"
         )
         line = script_lines.gradient_write(run, first[0]["at"])
         yield finding_at("clip_of_shards", first[0]["at"], evidence, line)
 
 
 def _clipped_early(run: RecordedRun) -> list[Event]:
-    """Clipping after a backward under no_sync, where a later backward before the step reduces."""
+    """The "clip" events after a backward under no_sync, if a later backward of the same step reduces."""
     found: list[Event] = []
     waiting: list[Event] = []
     local = False

@@ -1,7 +1,7 @@
-"""The line of the script that does what no patched function can see, such as a write to `p.data`: found in its source.
+"""Find a line in the script's source for actions that no patched function can record, such as a write to `p.data`.
 
-Each function returns [file, line], or None where there is no such line. Files are those in which the script makes its
-optimizers and its steps.
+Most functions return [file, line], or None if there is no such line. They search the files that create DDP modules and
+optimizers, call backward, or step an optimizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OF_TORCH = ("randint", "randperm", "rand", "randn", "multinomial", "normal", "r
 _OF_OTHERS = ("choice", "choices", "sample", "shuffle", "randint", "randrange", "permutation", "random", "uniform")
 _DRAWS = {f"torch.{name}" for name in _OF_TORCH} | {f"{own}.{name}" for own in ("random", "np.random", "numpy.random")
                                                    for name in _OF_OTHERS}  # fmt: skip
-_LOSS_OF = ("compute_loss", "training_step")  # methods that libraries call for the loss
+_LOSS_OF = ("compute_loss", "training_step")  # methods that libraries call to get the loss
 _BACKWARDS = ("backward", "manual_backward")
 _RANKS = re.compile(r"rank|main|master|is_")
 
@@ -50,15 +50,16 @@ Line = list[Any] | None
 
 
 def weight_write(run: RecordedRun, near: Any, by_rank: bool = False) -> Line:
-    """A write to weights: on some ranks only, or else in the training loop or a function, the nearest to `near`.
+    """The line of a write to weights. Prefers a write on some ranks only, then a write in the loop around `near`, then
+    a write in a function. Among equals, prefers the one nearest to `near`.
 
-    by_rank: only one on some ranks.
+    by_rank: consider only writes on some ranks.
     """
     return _nearest(run, near, _writes_weight, by_rank)
 
 
 def gradient_write(run: RecordedRun, near: Any) -> Line:
-    """A write to gradients: on some ranks only, or else in the training loop or a function, the nearest to `near`."""
+    """The line of a write to gradients, chosen as in `weight_write`."""
     return _nearest(run, near, _writes_gradient)
 
 
@@ -101,7 +102,7 @@ def rank_stride(run: RecordedRun) -> Line:
 
 
 def attribute_use(run: RecordedRun, attribute: str) -> Line:
-    """The first line that assigns to an attribute of this name, or calls something by way of it."""
+    """The first line that assigns to an attribute with this name, or calls it or one of its attributes."""
 
     def uses(n: Any) -> bool:
         named = [t for t in n.targets if isinstance(t, ast.Attribute)] if isinstance(n, ast.Assign) else []
@@ -114,7 +115,7 @@ def attribute_use(run: RecordedRun, attribute: str) -> Line:
 
 
 def buffer_write(run: RecordedRun, name: str) -> Line:
-    """The first write to an attribute of this name outside constructors."""
+    """The first write outside constructors to an attribute with this name."""
     for file in _files(run):
         constructors = [n for n in functions(file) if n.name == "__init__"]
         for n in nodes_of(file):
@@ -126,8 +127,8 @@ def buffer_write(run: RecordedRun, name: str) -> Line:
 
 
 def shared_seed(run: RecordedRun) -> Line:
-    """The last line that seeds a generator alike on all ranks: one of its own, or else torch's, if nothing seeds that
-    with the rank."""
+    """The last line that seeds a generator with the same number on all ranks. Prefers a generator object to torch's
+    default generator, which counts only if no line seeds it with the rank."""
     calls = [(file, n, alone) for file in _files(run) for n, alone in _seed_calls(file)]
     own = [[file, n.lineno] for file, n, alone in calls if alone and not _by_rank(n)]
     common = [[file, n.lineno] for file, n, alone in calls if not alone]
@@ -136,8 +137,9 @@ def shared_seed(run: RecordedRun) -> Line:
 
 
 def shared_seed_and_draw(run: RecordedRun) -> tuple[Line, Line]:
-    """(the line that seeds what the data are drawn by, the line that draws), where no seed has the rank in it. A draw
-    from torch's common generator, in a function or a loop of the script's, comes from the common seed."""
+    """(the line that seeds the data's generator with the same number on all ranks, the first line that draws from it in
+    a function or loop of the script). A draw without a generator argument uses torch's default generator. (None, None)
+    if `shared_seed` finds no line."""
     seed = shared_seed(run)
     if seed is None:
         return None, None
@@ -147,7 +149,7 @@ def shared_seed_and_draw(run: RecordedRun) -> tuple[Line, Line]:
         draws = [n for n in calls_of(file) if _is_call_of(n, _DRAWS) and any(holds(s, n.lineno) for s in scopes)]
         common = [n for n in draws if keyword(n, "generator") is None]
         seeds = [n.lineno for n, alone in _seed_calls(file) if not alone and not _by_rank(n)]
-        if len(common) < len(draws):  # from a generator of its own
+        if len(common) < len(draws):  # some draws use a generator object
             return seed, [file, draws[0].lineno]
         if draws:
             return [file, max(seeds)] if seeds else seed, [file, common[0].lineno]
@@ -155,7 +157,7 @@ def shared_seed_and_draw(run: RecordedRun) -> tuple[Line, Line]:
 
 
 def worker_seed(run: RecordedRun) -> Line:
-    """The line that seeds a generator in a function that a DataLoader is given as worker_init_fn."""
+    """The line that seeds a generator in a worker_init_fn of a DataLoader."""
     for file in _files(run):
         given = [value for n in calls_of(file) if (value := keyword(n, "worker_init_fn")) is not None]
         names = {name for value in given for name in names_in(value)}
@@ -167,19 +169,19 @@ def worker_seed(run: RecordedRun) -> Line:
 
 
 def prepares(run: RecordedRun) -> bool:
-    """Does the script let Accelerate or Lightning's Fabric prepare what it trains with?"""
+    """Does the script call a function such as Accelerate's `prepare` or Lightning Fabric's `setup_dataloaders`?"""
     return any(any(calls_of(file, *_PREPARES)) for file in _files(run))
 
 
 def is_drawn_split(at: Any) -> bool:
-    """Does a line split a data set at random, by the common generator?"""
+    """Does this line split a data set at random with the default generator?"""
     splits = calls_of(at[0], "random_split") if at else ()
     return any(holds(n, at[1]) and keyword(n, "generator") is None for n in splits)
 
 
 def _seed_calls(file: str) -> list[tuple[ast.Call, bool]]:
-    """(call, is it a generator's of its own and not the common one's?) of the lines that seed. Where a function of the
-    script's seeds with what it is given, its calls count in place of the lines in it."""
+    """(call, does it seed a generator object instead of the default generator?) for each call that seeds. If a function
+    of the script passes its argument to a seed call, the calls of that function count, not the seed calls in it."""
     helpers: dict[str, ast.AST] = {}
     for f in functions(file):
         given = {a.arg for a in (*f.args.args, *f.args.kwonlyargs)}
@@ -203,7 +205,7 @@ def _by_rank(call: ast.Call) -> bool:
 
 
 def unsynced_log(run: RecordedRun) -> Line:
-    """The line that logs the number that a scheduler monitors by its name, on each rank for itself."""
+    """The line that logs, without synchronizing it between ranks, a metric that a scheduler monitors by name."""
     for file in _files(run):
         pairs = [(k, v) for n in nodes_of(file) if isinstance(n, ast.Dict) for k, v in zip(n.keys, n.values)]
         names = {v.value for k, v in pairs if isinstance(k, ast.Constant) and k.value == "monitor"
@@ -216,41 +218,46 @@ def unsynced_log(run: RecordedRun) -> Line:
 
 
 def call_that_names(at: Any, names: Collection[Any]) -> Line:
-    """Where a library calls for the script later: the line that gives it values under these names to reduce, as
-    `self.log("loss", loss, sync_dist=True)`. None where the line `at` names them itself."""
+    """The line that passes values with these names to a library, which reduces them later at the line `at`. An example
+    is `self.log("loss", loss, sync_dist=True)`. None if the line `at` itself passes values."""
     if not at or tree_of(at[0]) is None:
         return None
     calls = [n for n in calls_of(at[0], "log", "log_dict") if keyword(n, "sync_dist") is not None]
     if any(holds(n, at[1]) for n in calls):
         return None
     said = [n for n in calls if any(getattr(part, "value", None) in names for part in ast.walk(n))]
-    built = [n for n in calls if n.args and not isinstance(n.args[0], ast.Constant)]  # names that are no constants
+    built = [n for n in calls if n.args and not isinstance(n.args[0], ast.Constant)]  # the name is not a constant
     return [at[0], (said or built or calls)[0].lineno] if calls else None
 
 
 def loop_exit(inside: list[list[Any]], outside: list[list[Any]]) -> tuple[Line, bool]:
-    """The line by which a loop around one call is left for another call that it is not around: a `break`, `return` or
-    exit, or else what a `while` tests is set. Of several loops the outermost. And is there no loop around both calls?
-    In one, they may belong to different iterations.
+    """Find the line where a rank leaves a loop around one call and continues to another call outside the loop.
+
+    The line is a `break`, `return` or exit. If there is none, it is an assignment to the condition of a `while`. The
+    outermost loop is preferred.
 
     Args:
-        inside: [file, line] of the frames of the one call, the innermost first.
-        outside: those of the other call. []: the script has ended.
+        inside: [file, line] of each frame of the call in the loop, innermost first.
+        outside: the same for the other call; [] if the script has ended.
+
+    Returns:
+        The line or None, and whether no loop contains both calls. If a loop does, the calls may belong to different
+        iterations.
     """
-    apart = True
+    separate = True
     for file, line in reversed(inside):
         loops = [n for n in nodes_of(file) if isinstance(n, (ast.For, ast.While)) and holds(n, line)]
         others = [number for name, number in outside if name == file]
         for loop in sorted(loops, key=lambda n: n.lineno):
             if any(holds(loop, number) for number in others):
-                apart = False
+                separate = False
             elif found := _exits(loop):
-                return [file, found[0]], apart
-    return None, apart
+                return [file, found[0]], separate
+    return None, separate
 
 
 def _exits(loop: ast.For | ast.While) -> list[int]:
-    """The lines that leave a loop, or else those that set what it tests."""
+    """The lines that leave a loop. If there are none, the lines that assign to the condition of a `while`."""
     inner = [n for n in ast.walk(loop) if isinstance(n, (ast.For, ast.While)) and n is not loop]
     hidden = [n for n in ast.walk(loop) if isinstance(n, (ast.FunctionDef, ast.Lambda, ast.ClassDef))]
     body = [n for n in ast.walk(loop) if not any(holds(f, getattr(n, "lineno", -1)) for f in hidden)]
@@ -264,8 +271,8 @@ def _exits(loop: ast.For | ast.While) -> list[int]:
 
 
 def frame_in_scope(path: list[list[Any]], near: Any) -> Line:
-    """Of the calls that lead to one, the innermost first: the one in the function, or at the top, that holds the line
-    `near`; the innermost where there is none."""
+    """The innermost call in `path` that is in the same function (or module level) as the line `near`. If there is none,
+    the innermost call."""
     if not near or not path or tree_of(near[0]) is None:
         return path[0] if path else None
     scope = scope_at(*near)
@@ -273,7 +280,7 @@ def frame_in_scope(path: list[list[Any]], near: Any) -> Line:
 
 
 def validation_log(at: Any) -> Line:
-    """Of a script whose evaluation Lightning runs: the line that logs the metric."""
+    """The first line that logs in a validation or test method, which Lightning calls."""
     steps = ("validation_step", "test_step", "on_validation_epoch_end", "on_test_epoch_end")
     own = (f for f in functions(at[0]) if f.name in steps) if at else ()
     logs = (n for f in own for n in calls_in(ast.walk(f), "log", "log_dict"))
@@ -281,15 +288,15 @@ def validation_log(at: Any) -> Line:
 
 
 def loss_return(at: Any) -> Line:
-    """Of a script whose backward a library makes: the line that gives it the loss, where that is plain."""
+    """The line that returns the loss to a library that calls backward. None if several functions may do that."""
     found = [n for n in functions(at[0]) if n.name in _LOSS_OF] if at else []
     lines = [r.lineno for n in found for r in ast.walk(n) if isinstance(r, ast.Return) and r.value is not None]
     return [at[0], max(lines)] if len(found) == 1 and lines else None
 
 
 def loss_line(backward: Event) -> Line:
-    """The line that computes the loss of a backward pass: the last assignment before it, in its function, to the name
-    whose backward is called; where a library calls it, the line that gives the library the loss."""
+    """The line that computes the loss of a backward pass: the last assignment to the loss before the call of backward,
+    in the same function. If a library calls backward, the line that returns the loss to the library."""
     at = backward["at"]
     if not at or backward.get("library"):
         return loss_return(at)
@@ -307,7 +314,7 @@ def _files(run: RecordedRun) -> list[str]:
 
 
 def _first(run: RecordedRun, matches: Callable[[Any], bool]) -> Line:
-    """The line of the first node of the script's syntax trees that matches."""
+    """The line of the first matching node in the script's syntax trees."""
     found = ([file, n.lineno] for file in _files(run) for n in nodes_of(file) if matches(n))  # type: ignore[attr-defined]
     return next(found, None)
 
@@ -317,7 +324,7 @@ def _is_call_of(node: Any, names: Collection[str]) -> TypeGuard[ast.Call]:
 
 
 def _sets(node: Any, attribute: str, constant: object) -> bool:
-    """Does a statement set an attribute of this name to a constant?"""
+    """Does a statement set an attribute with this name to a constant?"""
     constants = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and node.value.value is constant
     return constants and any(getattr(target, "attr", "") == attribute for target in node.targets)
 
@@ -327,7 +334,7 @@ def _is_item(node: Any, key: str) -> bool:
 
 
 def _nearest(run: RecordedRun, near: Any, writes: Callable[[Any], bool], by_rank_only: bool = False) -> Line:
-    """A write on some ranks only; or else in the loop around `near`; or else in a function; of these the nearest."""
+    """The preferred line that `writes` accepts: see `weight_write`."""
     found = []
     for file in _files(run):
         here = near and near[0] == file

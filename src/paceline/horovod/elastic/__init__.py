@@ -1,4 +1,4 @@
-"""hvd.elastic: a training function that goes on from its last commit when the launcher has started it again."""
+"""hvd.elastic: a training function that resumes from its last commit after a restart."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["ElasticSampler", "TorchState", "init", "run", "shutdown"]
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorates a function whose first argument is a TorchState.
+    """Decorate a training function. Its first argument is a TorchState.
 
-    Before it is called the state is that of the last commit, if the launcher has started the script again, and the same
-    on all processes. An error ends the process: the launcher then starts all of them again (`--max-restarts`), and they
-    go on from the last commit.
+    If the launcher has restarted the script, the state is first loaded from the last commit. Before each call of the
+    function, the state is synchronized over all processes. An error ends the process. The launcher then restarts all
+    processes (`--max-restarts`), and they resume from the last commit.
     """
 
     @functools.wraps(func)

@@ -1,4 +1,4 @@
-"""hvd.elastic.ElasticSampler: cuts what is left of an epoch over the processes, however many there are."""
+"""hvd.elastic.ElasticSampler: distributes the remaining examples of an epoch over any number of processes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from paceline.horovod import hvd_world
 
 
 class ElasticSampler(Sampler[int]):
-    """Indices of this process, of those that the epoch has left, in Horovod's order: Python's shuffle by seed + epoch,
-    every nth index to process n, and some of the first once more where they do not come out even.
+    """Yields this process's share of the epoch's remaining indices, in Horovod's order.
 
-    Put it into the TorchState, call `record_batch` after each batch, and `set_epoch` at the end of an epoch.
+    The order is Python's shuffle with seed + epoch. The index at position i goes to process i mod (number of
+    processes). If the indices cannot be divided evenly, the first indices are repeated.
+
+    Put the sampler into the TorchState, call `record_batch` after each batch, and `set_epoch` at the end of an epoch.
 
     Args:
-        dataset: of a fixed length.
-        shuffle: another order in each epoch.
-        seed: alike on all processes.
+        dataset: a dataset of fixed length.
+        shuffle: use a new order in each epoch.
+        seed: the same on all processes.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
@@ -29,12 +31,12 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin this epoch."""
+        """Start the epoch with this number."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Every process has computed another batch of that size."""
+        """Record that every process has computed another batch of this size."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def reset(self) -> None:
-        """Cut what is left anew."""
+        """Distribute the remaining indices of the epoch over the current processes."""
         self.num_replicas, self.rank = hvd_world.size(), hvd_world.rank()
         indices = list(range(len(self.dataset)))
         if self.shuffle:
@@ -56,7 +58,7 @@ class ElasticSampler(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         indices = self.remaining_indices
-        while indices and len(indices) < self.total_size:  # more than once where fewer are left than processes
+        while indices and len(indices) < self.total_size:  # loops if there are fewer indices than processes
             indices = indices + indices[: self.total_size - len(indices)]
         return iter(indices[self.rank : self.total_size : self.num_replicas])
 

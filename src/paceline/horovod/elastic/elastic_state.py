@@ -1,17 +1,16 @@
-"""The state of an elastic Horovod script, and how it outlives a lost worker.
+"""The state of an elastic Horovod script, and its recovery after a lost worker.
 
-Horovod keeps the workers that live, and their commits in memory. torch.distributed's group cannot lose a member: where
-a worker fails the launcher ends all of them and starts the script again (`paceline run --max-restarts N`). So `commit`
-also writes the state to a file, on each machine by the process of local rank 0, in the launcher's own folder, which
-outlives the workers and ends with the run:
+Horovod keeps surviving workers running, with their commits in memory. torch.distributed's group cannot lose a member,
+so after a failure the launcher ends all workers and restarts the script (`paceline run --max-restarts N`). Therefore
+`commit` also writes the state to a file. On each machine, local rank 0 writes it to the launcher's folder, which
+survives the workers and is removed at the end of the run. After a restart:
 
-Phase 1, in the script that was started again: the processes tell each other their newest commit. The newest of all is
-  sent to everyone, and loaded.
-Phase 2: the reset callbacks are called, since the number of processes may be another.
-Phase 3: `sync` sends rank 0's state to all, as at every start, and the script's function is called.
+Phase 1: the processes exchange the numbers of their newest commits. The newest commit is broadcast and loaded.
+Phase 2: the reset callbacks are called, because the number of processes may have changed.
+Phase 3: `sync` broadcasts rank 0's state, as at every start, and the script's function is called.
 
-Where a machine comes all start again too. Where the launcher starts nothing again, nothing is written. A full disk ends
-no training: the commit is kept in memory, and a script that starts again goes back to the last one that was written.
+All workers also restart when a machine joins. If the launcher never restarts, no file is written. A full disk does not
+end the training: the commit stays in memory, and a restart resumes from the last commit that was written.
 """
 
 from __future__ import annotations
@@ -35,42 +34,42 @@ from paceline.torch_private.core import save
 from paceline.world import ERROR_FILE, STARTS_AGAIN
 
 FILE = "horovod-commit"
-_HELD = (torch.nn.Module, Optimizer, ElasticSampler)  # what has a state_dict that is saved in its place
+_HELD = (torch.nn.Module, Optimizer, ElasticSampler)  # saved by their state_dict
 
 
 class TorchState:
-    """What an elastic script keeps: models, optimizers and samplers, and any other values, each an attribute.
+    """The state of an elastic script: models, optimizers, samplers and other values, as attributes.
 
     Args:
         model: a model, or None.
         optimizer: an optimizer, or None.
-        values: further models, optimizers, ElasticSamplers, or values that can be pickled, such as epoch=0.
+        values: further models, optimizers, ElasticSamplers, or picklable values, such as epoch=0.
     """
 
     def __init__(self, model: Any = None, optimizer: Any = None, **values: Any) -> None:
         self._saved: dict[str, Any] = {}
         self._callbacks: list[Callable[[], None]] = []
         self._commits = self._written = 0
-        self._failed = False  # could the last commit not be written? Said once, until one can be again
+        self._failed = False  # whether writing the last commit failed; reported once, until a write succeeds
         self._names = ["model", "optimizer", *values]
         wrong = [name for name in self._names if hasattr(self, name)]
         if wrong:
-            raise SettingError(f"TorchState({wrong[0]}=...): the state has a method of that name. Choose another name.")
+            raise SettingError(f"TorchState({wrong[0]}=...): it has a method of that name. Choose another name.")
         vars(self).update(values, model=model, optimizer=optimizer)
         self.save()
 
     def register_reset_callbacks(self, callbacks: list[Callable[[], None]]) -> None:
-        """Have these called when the script goes on after a restart, perhaps in another number of processes."""
+        """Register functions to call after a restart. The number of processes may have changed."""
         self._callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """Call the reset callbacks."""
+        """Call `reset` and the reset callbacks."""
         self.reset()
         for callback in self._callbacks:
             callback()
 
     def reset(self) -> None:
-        """Nothing; for classes that derive from this one."""
+        """Do nothing. Subclasses may override it."""
 
     def save(self) -> None:
         """Keep a copy of the state in memory."""
@@ -83,15 +82,15 @@ class TorchState:
         return {name: getattr(self, name) for name in self._names}
 
     def restore(self) -> None:
-        """Go back to the last copy."""
+        """Restore the state from the last copy in memory."""
         self._load(self._saved)
 
     def _load(self, saved: Mapping[str, Any]) -> None:
         missing = sorted(set(saved) ^ set(self._names))
         if missing:
             raise UsageError(
-                f"the last commit and this TorchState do not have the same attributes ({', '.join(missing)}). The "
-                "script has changed since: start a new run."
+                f"the last commit and this TorchState have different attributes ({', '.join(missing)}). The script has "
+                "changed since the commit. Start a new run."
             )
         for name, value in self._current().items():
             if isinstance(value, _HELD):
@@ -100,7 +99,7 @@ class TorchState:
                 setattr(self, name, copy.copy(saved[name]))
 
     def commit(self) -> None:
-        """Keep a copy in memory, and in the launcher's folder where it may start the workers again."""
+        """Keep a copy in memory, and also in the launcher's folder if the launcher may restart the workers."""
         self.save()
         self._commits += 1
         path = _path()
@@ -112,20 +111,20 @@ class TorchState:
         if not problem:
             self._written = self._commits
         if problem and not self._failed:
-            back = f"commit {self._written}" if self._written else "its beginning"
+            back = f"commit {self._written}" if self._written else "the beginning"
             print(
-                f"paceline: commit {self._commits} could not be written to {path.parent} ({problem}), so that after a "
-                f"failure the script goes back to {back}. Make room, or set TMPDIR to another directory.",
+                f"paceline: commit {self._commits} could not be written to {path.parent} ({problem}). After a failure, "
+                f"the script would resume from {back}. Free space, or set TMPDIR to another directory.",
                 file=sys.stderr,
                 flush=True,
             )
         self._failed = bool(problem)
 
     def check_host_updates(self) -> None:
-        """Nothing: where machines come or go, the launcher starts the script again."""
+        """Do nothing: the launcher restarts the script when machines join or leave."""
 
     def sync(self) -> None:
-        """Give every process rank 0's state."""
+        """Broadcast rank 0's state to every process."""
         self.save()
         held = {name for name, value in self._current().items() if isinstance(value, _HELD)}
         states = hvd_state.broadcast_object({name: self._saved[name] for name in held})
@@ -134,7 +133,7 @@ class TorchState:
         self.save()
 
     def resume(self) -> bool:
-        """Load the newest commit of a run that was started again. False: there is none."""
+        """Load the newest commit after a restart. Return False if there is none."""
         path = _path()
         own = _read(path)
         commits = hvd_state.allgather_object(own["commits"] if own else 0)
@@ -150,14 +149,16 @@ class TorchState:
 
 
 def _path() -> Path | None:
-    """Where commits are written; None: the launcher restarts nothing, or is not `paceline run`, whose folder for what
-    workers tell it is there for all of a run's starts."""
-    told = os.environ.get(ERROR_FILE)
-    return Path(told).parent / FILE if told and os.environ.get(STARTS_AGAIN) else None
+    """Return the file for commits. None if the launcher never restarts, or is not `paceline run`.
+
+    The file is in the launcher's folder for messages of the workers, which exists until the run ends.
+    """
+    error_file = os.environ.get(ERROR_FILE)
+    return Path(error_file).parent / FILE if error_file and os.environ.get(STARTS_AGAIN) else None
 
 
 def _write(path: Path, content: Any) -> str:
-    """Whole or not at all, and readable by this user only. Returns why it was refused; "" where it is written."""
+    """Write a file atomically, readable by this user only. Return the error message, or ""."""
     part = ""
     try:
         number, part = tempfile.mkstemp(dir=path.parent, prefix=FILE)
@@ -171,7 +172,7 @@ def _write(path: Path, content: Any) -> str:
 
 
 def _read(path: Path | None) -> dict[str, Any] | None:
-    """The commit of this machine, written by this run."""
+    """Return the commit that this run wrote on this machine, or None if there is none."""
     if path is None or not path.exists():
         return None
     content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)
@@ -179,7 +180,7 @@ def _read(path: Path | None) -> dict[str, Any] | None:
 
 
 def forget() -> None:
-    """The commits are needed no more."""
+    """Remove the commit file, which is no longer needed."""
     path = _path()
     if path is not None and hvd_world.local_rank() == 0:
         with contextlib.suppress(FileNotFoundError):

@@ -1,1 +1,1 @@
-"""DeepSpeed's ZeRO, with its own settings file."""
+"""DeepSpeed's ZeRO, with its settings file."""

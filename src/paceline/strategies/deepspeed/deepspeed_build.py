@@ -1,7 +1,7 @@
-"""A lock that a killed process has left, for which every later start of DeepSpeed would wait without a word.
+"""Find lock files that killed processes have left. Every later start of DeepSpeed would wait for them silently.
 
-At its first use DeepSpeed has torch compile an extension. torch makes a file `lock` beside it, keeps it open while it
-compiles, and removes it (torch.utils.file_baton). Where the process is killed the file stays.
+On first use DeepSpeed makes torch compile an extension. torch creates a file `lock` next to it, keeps the file open
+while compiling, and then removes it (torch.utils.file_baton). If the process is killed, the file stays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from paceline.errors import warn
 
 
 def warn_of_left_locks() -> None:
-    """Warns of each lock that no process of this machine has open. Another machine may, that has the same folder."""
+    """Warn of each lock file that no process of this machine has open.
+
+    If machines share the folder, another machine may have it open.
+    """
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
     locks = [path for depth in ("*", "*/*") for path in root.glob(f"{depth}/lock")]
     if not locks or not Path("/proc/self/fd").is_dir():
@@ -25,15 +28,16 @@ def warn_of_left_locks() -> None:
     for path in locks:
         if str(path.resolve()) not in held:
             warn(
-                f"DeepSpeed waits where an extension is being compiled, as the file {path} says. No process of this "
-                f"machine has it open: one that was killed has left it. Unless another machine compiles it: rm {path}"
+                f"DeepSpeed waits for an extension to be compiled, because the lock file {path} exists. No process on "
+                "this machine has it open; a killed process left it. Unless another machine is compiling the "
+                f"extension: rm {path}"
             )
 
 
 def _open_files() -> Iterator[str]:
-    """The files that processes have open, as far as this user may know it (Linux)."""
+    """The paths of open files, of all processes that this user may inspect (Linux)."""
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             yield os.readlink(link)
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or is another user's
             continue

@@ -1,7 +1,7 @@
-"""DeepSpeed's configuration: Paceline's settings, and what a user's DeepSpeed JSON may add.
+"""DeepSpeed's configuration: Paceline's settings, plus keys of a user's DeepSpeed JSON.
 
-Batch, optimizer, schedule, precision and clipping are set in Paceline, as under every strategy; a JSON that sets them
-is refused, key by key. It may set how ZeRO works: its stage, its buckets, and so on. Keys:
+Batch, optimizer, schedule, precision and clipping are set in Paceline, as under every strategy. A JSON that sets one of
+them is refused. The JSON may set how ZeRO works, such as its stage and its buckets. DeepSpeed documents the keys at
 https://www.deepspeed.ai/docs/config-json/
 """
 
@@ -15,13 +15,13 @@ from typing import Any
 from paceline.errors import SettingError, suggest
 
 STAGES = (1, 2, 3)
-_OURS = {  # refused top-level keys -> what sets it in Paceline
+_OURS = {  # refused top-level key -> the corresponding setting in Paceline
     "train_batch_size": "run.loader(global_batch=...)",
     "train_micro_batch_size_per_gpu": "run.loader(micro_batch=...)",
-    "gradient_accumulation_steps": "run.loader(micro_batch=...), from which it follows",
+    "gradient_accumulation_steps": "run.loader(micro_batch=...)",
     "gradient_clipping": "run.step(optimizer, max_grad_norm=...)",
-    "optimizer": "the optimizer that is given to run.prepare",
-    "scheduler": "the scheduler that is given to run.prepare",
+    "optimizer": "the optimizer passed to run.prepare",
+    "scheduler": "the scheduler passed to run.prepare",
     "fp16": "--precision fp16 (or precision='fp16')",
     "bf16": "--precision bf16 (or precision='bf16')",
     "bfloat16": "--precision bf16 (or precision='bf16')",
@@ -29,7 +29,7 @@ _OURS = {  # refused top-level keys -> what sets it in Paceline
     "torch_autocast": "--precision bf16 (or precision='bf16')",
 }
 _PRECISIONS = ("fp16", "bf16", "bfloat16", "amp", "torch_autocast")
-_REDUNDANT = ("zero_allow_untested_optimizer",)  # Paceline sets it too, to the same value
+_REDUNDANT = ("zero_allow_untested_optimizer",)  # allowed, since Paceline sets the same value
 _ALLOWED = ("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger")
 _ZERO = (
     "stage",
@@ -48,37 +48,38 @@ _ZERO = (
     "stage3_model_persistence_threshold",
     "stage3_gather_16bit_weights_on_model_save",
 )
-_OFF = ("round_robin_gradients", "zero_quantized_gradients", "zero_quantized_weights")  # allowed where they are off
+_OFF = ("round_robin_gradients", "zero_quantized_gradients", "zero_quantized_weights")  # allowed if false
 
 
 def merged(path: str, stage: int) -> dict[str, Any]:
-    """DeepSpeed's config but for "reduce_bucket_size", which depends on the model where it is not given.
+    """DeepSpeed's config, without a default for "reduce_bucket_size", which depends on the model.
 
-    path: of a JSON, or "" for none. stage: 1, 2 or 3; 0 for the JSON's, or 2 where it says none. Values "auto", which
-    other trainers fill in, are as if they were not there. Raises SettingError for what contradicts Paceline's settings.
+    path: the path of a JSON, or "" for none. stage: 1, 2 or 3; 0 for the JSON's stage, or 2 if it has none. Values
+    "auto", which other trainers fill in, are ignored. Raises SettingError for a key that conflicts with Paceline's
+    settings, or is not supported.
     """
     if stage and stage not in STAGES:
         raise SettingError(
-            f"strategy deepspeed: stage={stage}: 1 (optimizer state in slices), 2 (gradients too) or 3 (parameters "
-            "too) is needed."
+            f"strategy deepspeed: stage={stage}: use 1 (shards optimizer state), 2 (gradients too) or 3 (parameters "
+            "too)."
         )
     given = _without_auto(_read(path)) if path else {}
     for key, value in given.items():
         if key in _OURS and not _means_nothing(key, value):
             raise SettingError(
-                f"strategy deepspeed: config={path} says {key}={json.dumps(value)}, which under Paceline is said by "
+                f"strategy deepspeed: config={path} sets {key}={json.dumps(value)}, but Paceline sets this with "
                 f"{_OURS[key]}. Remove {key!r} from the file."
             )
         if key not in (*_OURS, *_REDUNDANT, *_ALLOWED, "zero_optimization"):
             raise SettingError(
-                f"strategy deepspeed: config={path}: {key!r} is not taken: it is not known to leave the model the same "
-                f"under Paceline. Remove it. {suggest(key, [*_ALLOWED, 'zero_optimization'])}"
+                f"strategy deepspeed: config={path}: {key!r} is not supported, since it may change the trained model. "
+                f"Remove it. {suggest(key, [*_ALLOWED, 'zero_optimization'])}"
             )
     zero = {"stage": stage or 2, "overlap_comm": False, "memory_efficient_linear": False}
     return {
         "train_micro_batch_size_per_gpu": 1,  # losses are weighted already
         "gradient_accumulation_steps": 1,  # every backward is reduced
-        "gradient_clipping": 0.0,  # its own default is 1.0
+        "gradient_clipping": 0.0,  # DeepSpeed's default is 1.0
         "zero_allow_untested_optimizer": True,
         **{key: value for key, value in given.items() if key in _ALLOWED},
         "zero_optimization": zero | _zero(given.get("zero_optimization", {}), path, stage),
@@ -87,16 +88,16 @@ def merged(path: str, stage: int) -> dict[str, Any]:
 
 def _zero(given: Any, path: str, stage: int) -> dict[str, Any]:
     if not isinstance(given, Mapping):
-        raise SettingError(f"strategy deepspeed: config={path}: zero_optimization={given!r}: an object is needed.")
+        raise SettingError(f"strategy deepspeed: config={path}: zero_optimization={given!r}: use an object.")
     theirs = given.get("stage", stage)
     if "stage" in given and theirs not in STAGES:
         raise SettingError(
-            f"strategy deepspeed: config={path} says zero_optimization.stage={theirs!r}: 1, 2 or 3 is needed. Without "
-            "ZeRO (stage 0) take strategy='ddp'."
+            f"strategy deepspeed: config={path} sets zero_optimization.stage={theirs!r}. Use 1, 2 or 3. Without ZeRO "
+            "(stage 0) use strategy='ddp'."
         )
     if stage and theirs != stage:
         raise SettingError(
-            f"strategy deepspeed: stage={stage}, but config={path} says zero_optimization.stage={theirs}. Say it in "
+            f"strategy deepspeed: stage={stage}, but config={path} sets zero_optimization.stage={theirs}. Set it in "
             "one place."
         )
     for key, value in given.items():
@@ -105,8 +106,8 @@ def _zero(given: Any, path: str, stage: int) -> dict[str, Any]:
             continue
         if key not in _ZERO:
             raise SettingError(
-                f"strategy deepspeed: config={path}: zero_optimization.{key} is not taken: it is not known to leave "
-                f"the model the same under Paceline. Remove it. {suggest(key, _ZERO)}"
+                f"strategy deepspeed: config={path}: zero_optimization.{key} is not supported, since it may change "
+                f"the trained model. Remove it. {suggest(key, _ZERO)}"
             )
     return {key: value for key, value in given.items() if key in _ZERO}
 
@@ -116,12 +117,13 @@ def _read(path: str) -> dict[str, Any]:
         found = json.loads(Path(path).read_text())
     except OSError as error:
         raise SettingError(
-            f"strategy deepspeed: config={path} cannot be read: {error.strerror}. Give the path of a DeepSpeed JSON."
+            f"strategy deepspeed: config={path} cannot be read: {error.strerror}. Set it to the path of a DeepSpeed "
+            "JSON."
         ) from error
     except ValueError as error:
         raise SettingError(f"strategy deepspeed: config={path} is not JSON: {error}.") from error
     if not isinstance(found, dict):
-        raise SettingError(f"strategy deepspeed: config={path}: an object at the top is needed, as DeepSpeed's own.")
+        raise SettingError(f"strategy deepspeed: config={path}: the top level must be an object, as DeepSpeed expects.")
     return found
 
 
@@ -132,7 +134,7 @@ def _without_auto(config: Any) -> Any:
 
 
 def _means_nothing(key: str, value: Any) -> bool:
-    """Whether a refused key sets nothing: a precision that is off (as it is unless "enabled"), or no clipping."""
+    """Whether a refused key has no effect: an empty object, a precision that is not "enabled", or clipping at 0."""
     if isinstance(value, Mapping):
         return not value or (key in _PRECISIONS and not value.get("enabled", False))
     return key == "gradient_clipping" and value == 0

@@ -1,10 +1,12 @@
-"""A DeepSpeed engine as the strategy needs it: gradients out and in by shards, and whole state by name.
+"""A DeepSpeed engine with the interface that the strategy needs: gradients as shards, and whole state by name.
 
-A shard here is what ZeRO keeps of a parameter on this rank. In stages 1 and 2 it is a run of the parameter's elements,
-perhaps none, since the flat tensor of a parameter group is cut evenly. In stage 3 it is a chunk of the parameter,
-padded at its end. This file has all calls of DeepSpeed. Its documentation does not name: `engine.optimizer`, the flat
-tensors there (`single_partition_of_fp32_groups`, `fp32_partitioned_groups_flat`) with the parameters of each, and a
-parameter's `_hp_mapping` in stages 1 and 2. A new version of DeepSpeed needs `make deepspeed`.
+A shard here is the part of a parameter that ZeRO keeps on this rank. In stages 1 and 2 the flat tensor of a parameter
+group is split evenly, so a shard is a contiguous range of the parameter's elements, and may be empty. In stage 3 it is
+a chunk of the parameter, padded at its end.
+
+All calls of DeepSpeed are in this file. DeepSpeed does not document these parts: `engine.optimizer`; its flat tensors
+(`single_partition_of_fp32_groups`, `fp32_partitioned_groups_flat`) and the lists of parameters in them; and a
+parameter's `_hp_mapping` in stages 1 and 2. Run `make deepspeed` with a new version of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from paceline.torch_private.core import version_of
 
 
 class Engine:
-    """An engine around the script's own model and optimizer."""
+    """An engine around the script's model and optimizer."""
 
     def __init__(
         self,
@@ -41,19 +43,19 @@ class Engine:
         self.model, self.optimizer, self.names = model, optimizer, names
         self.device = trainable[0].device
         self.rank = dist.get_rank()
-        self._busy = 0  # how many `_inside` blocks are open
+        self._busy = 0  # number of open `_inside` blocks
         self._shapes = {p: p.shape for p in names}
         self._own = [list(group["params"]) for group in optimizer.param_groups]
         self.partitioned = config["zero_optimization"]["stage"] == 3
         zero = {"reduce_bucket_size": max(sum(p.numel() for p in trainable) // 4, 2**20)} | config["zero_optimization"]
         self._hooks: list[Any] = [p.register_post_accumulate_grad_hook(self._refuse_direct_backward) for p in trainable]
-        os.environ.setdefault("DS_ACCELERATOR", self.device.type)  # read when it is loaded
+        os.environ.setdefault("DS_ACCELERATOR", self.device.type)  # read when DeepSpeed is imported
         with _quietly():
             import deepspeed
 
             logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
             self._zero3, self._utils = deepspeed.zero, deepspeed.utils
-            if not deepspeed.comm.is_initialized():  # it takes the processes that there are
+            if not deepspeed.comm.is_initialized():  # uses the existing process group
                 deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
             self._engine: Any = deepspeed.initialize(
                 model=model,
@@ -76,7 +78,7 @@ class Engine:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Within the block DeepSpeed works: nothing is refused, and the optimizer has DeepSpeed's flat tensors."""
+        """A block for calls of DeepSpeed. Nothing is refused in it, and the optimizer has DeepSpeed's flat tensors."""
         if not self._busy:
             self._check_untouched()
         self._busy += 1
@@ -93,8 +95,11 @@ class Engine:
     # --- computing
 
     def backward(self, loss: Tensor, retain_graph: bool) -> None:
-        """Gradients of the loss, averaged over the ranks, as shards. The engine needs a forward of its own before a
-        backward; it gets one of an identity, since the loss was computed already."""
+        """Compute the loss's gradients, averaged over the ranks, as shards.
+
+        The engine requires a forward before a backward. The loss is already computed, so the engine runs the forward of
+        an identity.
+        """
         with self._inside():
             self._drop_gradients()
             self._engine.module = nn.Identity()
@@ -105,25 +110,25 @@ class Engine:
             self._engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def _drop_gradients(self) -> None:
-        if not self.partitioned:  # else `gradient` has set them to zero
+        if not self.partitioned:  # in stage 3 `gradient` has set them to zero
             for group in self._zero.averaged_gradients:
                 self._zero.averaged_gradients[group] = None
 
     def place(self, p: Tensor) -> Tensor:
-        """(elements of the shard,): the place of this rank's shard of the gradient, which is to be its `.grad`."""
+        """(elements of the shard,): a tensor that will hold this rank's shard of the gradient in its `.grad`."""
         if self.partitioned:
             each = p.ds_tensor.numel()  # type: ignore[attr-defined]
             size = min(max(self._shapes[p].numel() - each * self.rank, 0), each)
         else:
             mapping = p._hp_mapping  # type: ignore[attr-defined]
             size = 0 if mapping is None else mapping.lp_fragment_address.numel
-        # Nobody reads its values: one number, expanded.
+        # The tensor's values are never read, so it is one number, expanded.
         place = torch.zeros((), dtype=torch.float32, device=self.device).expand(size)
         p._gradient_of = place  # type: ignore[attr-defined]
         return place
 
     def _slot(self, p: Tensor) -> Tensor:
-        """The memory in which DeepSpeed has this rank's shard of the gradient."""
+        """The memory where DeepSpeed stores this rank's shard of the gradient."""
         if self.partitioned:
             found: Tensor = self._utils.safe_get_local_grad(p)
             return found[: p._gradient_of.numel()]  # type: ignore[attr-defined]
@@ -139,7 +144,7 @@ class Engine:
         if not self.partitioned:
             return slot
         part = slot.clone()
-        slot.zero_()  # DeepSpeed would add the next gradient
+        slot.zero_()  # otherwise DeepSpeed would add the next gradient to it
         return part
 
     def step(self, gradients: Mapping[Tensor, Tensor | None]) -> None:
@@ -148,13 +153,13 @@ class Engine:
                 slot = self._slot(p)
                 if part is not None and slot.data_ptr() != part.data_ptr():
                     slot.copy_(part)
-            self._zero.refresh_fp32_params()  # a script may have written to the parameters
+            self._zero.refresh_fp32_params()  # a script may have changed the parameters
             self._engine.step()
 
     # --- state
 
     def _flats(self) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
-        """The tensors that the optimizer updates, each with the parameters whose elements it holds."""
+        """Yield the tensors that the optimizer updates, each with the parameters in it."""
         zero = self._zero
         if self.partitioned:
             yield from zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True)
@@ -162,7 +167,7 @@ class Engine:
             yield from zip(zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True)
 
     def weights(self) -> dict[str, Any]:
-        """The model's state, whole, on rank 0; in stage 3 without memory on the others. Collective."""
+        """The model's whole state. In stage 3, ranks other than 0 get parameters without data. Collective."""
         with self._inside():
             state: dict[str, Any] = dict(self.model.state_dict(keep_vars=True))
             made: dict[Tensor, Tensor] = {}
@@ -179,7 +184,10 @@ class Engine:
         return whole.cpu() if self.rank == 0 else torch.empty_like(whole, device="meta")
 
     def optimizer_state(self) -> dict[str, Any]:
-        """By the parameters' names; tensors whole, on rank 0, and without memory on the others. Collective."""
+        """The optimizer's state by parameter name. Collective.
+
+        Tensors with one value per element are whole on rank 0, and have no data on the other ranks.
+        """
         state: dict[str, dict[str, Any]] = {}
         with self._inside():
             self._link()
@@ -194,11 +202,9 @@ class Engine:
         return named_optimizer(self.optimizer, self.names, state)
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """A whole state, the same on every rank. Stage 3 has the whole model on each for as long as this lasts."""
+        """Load a whole state, the same on every rank. In stage 3 each rank holds the whole model during the load."""
         if len(state["models"]) < 1 or len(state["optimizers"]) < 1:
-            raise CheckpointError(
-                "the checkpoint holds no model or no optimizer, but this script prepared one of each."
-            )
+            raise CheckpointError("the checkpoint has no model or no optimizer, but this script prepared one of each.")
         saved = state["optimizers"][0]
         check_same_optimizer(self.optimizer, saved, dict(self.names), 0)
         _check_alike(saved["state"], [[self.names[p] for p in parameters] for _, parameters in self._flats()])
@@ -217,7 +223,7 @@ class Engine:
             yield
 
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Loads options and state by name."""
+        """Load the optimizer's options and state, by parameter name."""
         by_name = {name: group for group in saved["groups"] for name in group["params"]}
         for group, own in zip(self.optimizer.param_groups, self._own, strict=True):
             group.update({k: v for k, v in by_name[self.names[own[0]]].items() if k != "params"})
@@ -240,15 +246,19 @@ class Engine:
                         self._write(p, key, values[key].to(self.device, torch.float32))
 
     def _link(self) -> None:
-        """Links parameters to their state in stages 1 and 2. DeepSpeed does so once, after the first group's first
-        update, when others have no state yet."""
+        """In stages 1 and 2, link each parameter to its optimizer state.
+
+        DeepSpeed does so only once, after the first group's first update, when other groups have no state yet.
+        """
         if not self.partitioned and any(self.optimizer.state.get(flat) for flat, _ in self._flats()):
             self._zero._hp_optimizer_states_linked = False
             self._zero._lazy_init_hp_params_optimizer_state()
 
     def _by_element(self, states: Mapping[Tensor, Mapping[str, Any]]) -> list[str]:
-        """The keys of these parameters' states that have a value for each element. Where a parameter is a single number
-        all keys but "step" count."""
+        """The keys of these states that have one value for each element of the parameter.
+
+        If all parameters are 0-dim, "step" has the shape of a parameter too, and is left out.
+        """
         return [
             key
             for key in next(iter(states.values()))
@@ -268,30 +278,29 @@ class Engine:
         part[: own.numel()] = own
         self._utils.safe_set_local_optimizer_state(p, part, key)
 
-    # --- errors for what would silently do nothing, or harm
+    # --- errors for actions that would silently have no effect, or do harm
 
     def _check_untouched(self) -> None:
         if len(self.optimizer.param_groups) != len(self._own):
             raise UsageError(
-                "strategy deepspeed: a parameter group was added to the optimizer after `prepare`, where DeepSpeed has "
-                "sliced what is trained. Add it before run.prepare, or take strategy='fsdp'."
+                "strategy deepspeed: a parameter group was added to the optimizer after run.prepare, when DeepSpeed "
+                "had already sharded the trainable parameters. Add it before run.prepare, or use strategy='fsdp'."
             )
         if not self.partitioned:
             return
         written = [name for p, name in self.names.items() if version_of(p) != self._versions[p]]
         if written:
             raise UsageError(
-                f"strategy deepspeed: the script wrote to {listed(written)}, which in stage 3 is not what is "
-                "trained, but a place where a whole parameter comes by. Use strategy='deepspeed:stage=2', or write to "
-                "it before run.prepare."
+                f"strategy deepspeed: the script wrote to {listed(written)}. In stage 3 a whole parameter is only a "
+                "temporary copy, so the write is lost. Use strategy='deepspeed:stage=2', or write before run.prepare."
             )
 
     def _refuse_direct_backward(self, _: Tensor) -> None:
-        """A hook on parameters, before DeepSpeed's own: refuses gradients of the script's own backward."""
+        """Raises UsageError for a direct backward of the script. A hook on parameters, before DeepSpeed's hook."""
         if not self._busy:
             raise UsageError(
-                "strategy deepspeed: loss.backward() was called directly: its gradients are neither weighed by their "
-                "share of the global batch nor known to DeepSpeed. Write run.backward(loss) in its place."
+                "strategy deepspeed: loss.backward() was called directly, so its gradients are not weighted by their "
+                "share of the global batch, and DeepSpeed does not get them. Use run.backward(loss) instead."
             )
 
     def _refuse(self) -> None:
@@ -311,21 +320,21 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         groups = self.optimizer.param_groups
-        added, groups[len(self._own) :] = groups[len(self._own) :], []  # DeepSpeed would look for their slices
+        added, groups[len(self._own) :] = groups[len(self._own) :], []  # DeepSpeed would look for their shards
         self._engine.destroy()
         groups.extend(added)
 
 
 NO_COPY = (
-    "strategy deepspeed: a model whose parameters are in slices (stage 3) cannot be copied with copy.deepcopy, and no "
-    "average of its weights (run.ema) is kept. Use strategy='deepspeed:stage=2', where parameters are whole."
+    "strategy deepspeed: a model with sharded parameters (stage 3) cannot be copied with copy.deepcopy, or have "
+    "an average of its weights (run.ema). Use strategy='deepspeed:stage=2', where parameters are whole."
 )
 
 
 _IN_SLICES = (
-    "strategy deepspeed: optimizer state, and in stage 3 the model's weights, are in slices, of which this process has "
-    "its own. run.save and run.restore write and read all of it, run.export writes the weights; what was trained "
-    "elsewhere is loaded before run.prepare."
+    "strategy deepspeed: optimizer state, and in stage 3 the model's weights, are sharded, and this process has only "
+    "its shards. Use run.save and run.restore for all of it, or run.export for the weights. Load pretrained weights "
+    "before run.prepare."
 )
 
 
@@ -333,7 +342,10 @@ _GRAD: Any = torch.Tensor.grad
 
 
 class _ShardedGradient(nn.Parameter):
-    """A parameter whose gradient is sharded, outside of it. Reading `.grad` would silently find nothing; it raises."""
+    """A parameter with its gradient shard stored in another tensor.
+
+    Reading `.grad` raises UsageError, since torch would silently return None.
+    """
 
     busy = 0
 
@@ -342,8 +354,8 @@ class _ShardedGradient(nn.Parameter):
         place = self.__dict__.get("_gradient_of")
         if place is not None and place.grad is not None and not _ShardedGradient.busy:
             raise UsageError(
-                "strategy deepspeed: a parameter's gradient is in slices, and `.grad` is not there. Clip with "
-                "run.step(optimizer, max_grad_norm=...); for all else that looks at gradients take strategy='fsdp'."
+                "strategy deepspeed: a parameter's gradient is sharded, and `.grad` does not have it. Clip with "
+                "run.step(optimizer, max_grad_norm=...). For other uses of gradients use strategy='fsdp'."
             )
         found: Tensor | None = _GRAD.__get__(self)
         return found
@@ -366,7 +378,7 @@ def _copied(value: Any) -> Any:
 
 
 def _check_alike(states: Mapping[str, Mapping[str, Any]], together: Sequence[Sequence[str]]) -> None:
-    """Raises CheckpointError where parameters that share a flat tensor have made different numbers of steps."""
+    """Raises CheckpointError if parameters in one flat tensor have made different numbers of steps."""
     for names in together:
         first = names[0]
         for name in names:
@@ -374,16 +386,18 @@ def _check_alike(states: Mapping[str, Mapping[str, Any]], together: Sequence[Seq
             steps = {float(state["step"]) for state in (own, other) if isinstance(state.get("step"), Tensor)}
             if sorted(own) != sorted(other) or len(steps) > 1:
                 raise CheckpointError(
-                    f"strategy deepspeed: in the checkpoint {name} and {first} have made different numbers of updates, "
-                    "but DeepSpeed counts once for all parameters of a group. Restore it under another strategy "
-                    "(fsdp, ddp)."
+                    f"strategy deepspeed: in the checkpoint {name} and {first} have different numbers of updates, but "
+                    "DeepSpeed has one count per parameter group. Restore it with another strategy (fsdp, ddp)."
                 )
 
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Within the block DeepSpeed is quiet. It prints its set-up to the standard output, warns of optimizers that are
-    checked here, and calls collectives that newer versions of torch have deprecated. Its errors still raise."""
+    """Silence DeepSpeed within the block. Its errors still raise.
+
+    DeepSpeed prints its set-up to standard output, warns of optimizers that Paceline checks itself, and calls
+    collectives that newer versions of torch have deprecated.
+    """
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     logger, before = logging.getLogger("DeepSpeed"), logging.WARNING
     with redirect_stdout(sys.stderr):

@@ -1,12 +1,12 @@
-"""Settings of torch while a run has tensors that are cut over devices (strategy tensor); restored at its end.
+"""Settings of torch while a run has tensors sharded over devices (strategy tensor); restored when the run ends.
 
-- Whole tensors that meet a cut one count as replicated, which they are.
-- Random numbers on a cut tensor differ over the devices, and the generators have equal states afterwards. On GPUs torch
-  does this itself (OffsetBasedRNGTracker). But attention's fused kernels draw for themselves, the same on each device,
-  so that dropout in them is refused.
-- torch.cat leaves out empty tensors of one dimension where it joins cut tensors. The caches of Hugging Face's models
-  begin with one; torch allows it among tensors of more dimensions, but its rule for cut tensors does not.
-- Kernels that know no cut tensors are not chosen: CPUs' fused attention, nn.TransformerEncoderLayer's fast path.
+- Whole tensors that are combined with sharded tensors count as replicated.
+- Random numbers on a sharded tensor differ between devices, and the generators have equal states afterwards. On GPUs
+  torch does this itself (OffsetBasedRNGTracker). But attention's fused kernels draw their own numbers, the same on each
+  device, so dropout in them is refused.
+- torch.cat skips empty 1-d tensors when it joins sharded tensors. The caches of Hugging Face's models begin with an
+  empty 1-d tensor. torch.cat accepts it among plain tensors of more dimensions, but DTensor's rule does not.
+- Kernels that do not support DTensors are disabled: fused attention on CPUs, nn.TransformerEncoderLayer's fast path.
 """
 
 from __future__ import annotations
@@ -27,18 +27,20 @@ from paceline.torch_private.distributed_tensor import ATTENTION, Draws, checking
 
 
 def refuse_dropout(op: Any, args: Sequence[Any]) -> None:
-    """Raises ModelError where a fused attention on cut tensors has dropout."""
+    """Raises ModelError if a fused attention on sharded tensors has dropout."""
     position = [argument.name for argument in schema_of(op).arguments].index("dropout_p")
     if len(args) > position and args[position] > 0:
         raise ModelError(
-            "dropout in a fused attention kernel would draw alike for the heads of each device. Set its "
-            "dropout_p to 0, or use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+            "dropout in a fused attention kernel would draw the same numbers on every device, though each device has "
+            "different heads. Set its dropout_p to 0, or use torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
         )
 
 
 class _CPUDraws(Draws):
-    """Random numbers on a cut tensor on CPUs: other ones on each device, and the generators alike afterwards. (On GPUs
-    torch does this itself.)"""
+    """Random numbers on a sharded tensor on CPUs: different on each device, with equal generator states afterwards.
+
+    On GPUs torch does this itself.
+    """
 
     @contextmanager
     def around(self, spec: Any, generator: torch.Generator | None) -> Iterator[None]:
@@ -67,14 +69,14 @@ def _leaving_out_empty(cat: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def dtensor_context(mesh: Any) -> Iterator[None]:
-    """Within the block torch has these settings."""
+    """Apply the settings of this module within the block."""
     fast, flash = torch.backends.mha.get_fastpath_enabled(), None
     if mesh.device_type == "cpu":
-        flash = torch.backends.cuda.flash_sdp_enabled()  # also of CPUs, whose kernel knows no DTensor
+        flash = torch.backends.cuda.flash_sdp_enabled()  # also controls the CPU kernel, which does not support DTensors
         torch.backends.cuda.enable_flash_sdp(False)
     cat = torch.cat
     torch.cat = _leaving_out_empty(cat)
-    torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoderLayer's, which knows no DTensor
+    torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoderLayer's fast path
     try:
         draws = _CPUDraws() if mesh.device_type == "cpu" else None
         with implicit_replication(), drawing_by(draws, mesh), checking(ATTENTION, refuse_dropout):

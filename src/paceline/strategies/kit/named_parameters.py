@@ -1,12 +1,12 @@
-"""What strategies that hold one whole replica in a process share: equal weights at the start, and state by name.
+"""Shared by strategies that hold one whole replica per process: equal weights at the start, and state by name.
 
-State goes by the user's own parameter names. Names of a second model begin with "1/", of a third with "2/", and so on.
+State is keyed by the user's parameter names. Names of a second model begin with "1/", of a third with "2/", and so on.
 An optimizer's state is {"class": name of its class, "groups": [its options, "params": names], "state": {name: state}}.
-It depends on no order of parameters, no device and no world size. Older checkpoints have no "class".
+It does not depend on the order of parameters, the device or the world size. Older checkpoints have no "class".
 
 Master weights are tensors that an optimizer updates in place of a model's parameters: copies on the CPU, or shards. The
-optimizer's state belongs to them. Its groups hold the user's own parameters, which scripts clip, freeze and read; only
-within `in_place_of` do the masters stand there.
+optimizer's state belongs to the masters. The optimizer's parameter groups hold the user's parameters, which scripts
+clip, freeze and read. Only within `in_place_of` the groups hold the masters.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives
+from paceline.comm import same_bits
+from paceline.comm.mesh import world_group
 from paceline.errors import CheckpointError, ModelError, UsageError
 
 
 def parameter_names(models: Sequence[nn.Module]) -> dict[Tensor, str]:
-    """Parameter -> name. A tied parameter has its first name."""
+    """Parameter -> name. A tied parameter gets its first name."""
     names: dict[Tensor, str] = {}
     for number, model in enumerate(models):
         prefix = f"{number}/" if number else ""
@@ -38,31 +39,33 @@ def listed(names: Sequence[str]) -> str:
 
 
 def send_models(models: Sequence[nn.Module], device: torch.device, sent: Collection[Tensor] = ()) -> set[Tensor]:
-    """Moves models to the device, and overwrites parameters and buffers by rank 0's, but for those in `sent`. Returns
-    all parameters and buffers. Collective."""
+    """Move models to the device, and broadcast parameters and buffers from rank 0, except those in `sent`.
+
+    Returns all parameters and buffers. Collective.
+    """
     tensors: set[Tensor] = set()
     for model in models:
         model.to(device)
         own = [*model.parameters(), *model.buffers()]
-        collectives.broadcast_tensors([tensor for tensor in own if tensor not in sent])
+        world_group().broadcast_tensors([tensor for tensor in own if tensor not in sent])
         tensors.update(own)
     return tensors
 
 
 def check_dense(models: Sequence[nn.Module], strategy: str = "fsdp") -> None:
-    """Raises ModelError for layers whose gradients cannot be sharded."""
+    """Raises ModelError for a layer with sparse gradients, since they cannot be sharded."""
     for model in models:
         for name, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
                 raise ModelError(
                     f"strategy {strategy}: {name or type(model).__name__} has sparse=True, and sparse gradients cannot "
-                    "be sliced. Build it with sparse=False, or, on CPUs, use strategy='ddp' (NCCL adds no sparse "
+                    "be sharded. Build it with sparse=False, or, on CPUs, use strategy='ddp' (NCCL cannot add sparse "
                     "gradients)."
                 )
 
 
 def named_state(names: Mapping[Tensor, str], optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[str, Tensor]]:
-    """The parameters, and the tensors of their optimizers' state, each with a name."""
+    """The parameters, and the tensors of their optimizers' state, as pairs (name, tensor)."""
     named = [(name, p) for p, name in names.items()]
     for number, optimizer in enumerate(optimizers):
         for p, state in optimizer.state.items():
@@ -71,13 +74,15 @@ def named_state(names: Mapping[Tensor, str], optimizers: Sequence[torch.optim.Op
     return named
 
 
-CHANGED_AT_START = "`prepare` made them alike, so they were changed after it on some"
+CHANGED_AT_START = "`prepare` made them equal, so the script changed them later, on some"
 
 
 def check_same_bits(named: Sequence[tuple[str, Tensor]], when: str, why: str) -> None:
-    """Raises ModelError, on all ranks, where these tensors are not the same bits on all. Collective. why: how they can
-    have become different, up to the word before "ranks only"."""
-    if differing := collectives.digest_mismatch(named):
+    """Raises ModelError, on all ranks, if these tensors are not bit-identical on all ranks. Collective.
+
+    why: how the tensors can have become different. The message continues with "ranks only".
+    """
+    if differing := same_bits.digest_mismatch(named, world_group()):
         raise ModelError(
             f"the weights differ between ranks {when}: {listed(differing)}. {why} ranks only: load weights and "
             "optimizer states on every rank, or before `prepare`."
@@ -86,7 +91,7 @@ def check_same_bits(named: Sequence[tuple[str, Tensor]], when: str, why: str) ->
 
 @contextmanager
 def in_place_of(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Within the block the optimizer's groups hold the masters of those parameters that have one."""
+    """Within the block, the optimizer's groups hold the masters in place of their parameters."""
     own = [group["params"] for group in optimizer.param_groups]
     for group, parameters in zip(optimizer.param_groups, own, strict=True):
         group["params"] = [masters.get(p, p) for p in parameters]
@@ -102,9 +107,9 @@ def replicated_state(
     optimizers: Sequence[torch.optim.Optimizer],
     masters: Mapping[Tensor, Tensor] | None = None,
 ) -> dict[str, Any]:
-    """The whole state, as each process holds it. Tensors are the live ones: copy them before the next step.
+    """The whole state of models and optimizers. Tensors are not copied: copy them before the next step.
 
-    masters: the user's parameter -> its master, for those that have one.
+    masters: the user's parameter -> its master, if it has one.
     """
     with ExitStack() as stack:
         names = _with_masters(stack, parameter_names(models), optimizers, masters or {})
@@ -120,7 +125,7 @@ def _with_masters(
     optimizers: Sequence[torch.optim.Optimizer],
     masters: Mapping[Tensor, Tensor],
 ) -> dict[Tensor, str]:
-    """Until the stack is closed the optimizers hold the masters. Returns the names of parameters and masters."""
+    """Put the masters into the optimizers until the stack closes. Returns the names of parameters and masters."""
     for optimizer in optimizers if masters else ():
         stack.enter_context(in_place_of(optimizer, masters))
     return names_with(names, masters)
@@ -132,18 +137,18 @@ def names_with(names: dict[Tensor, str], masters: Mapping[Tensor, Tensor]) -> di
 
 
 def unknown_parameters(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> str:
-    """The optimizer's parameters that no prepared model has, in words; "" where there are none."""
+    """A description of the optimizer's parameters that are in no prepared model; "" if there are none."""
     unknown = [p for group in optimizer.param_groups for p in group["params"] if p not in known]
     shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
     return f"{len(unknown)} parameter(s) (shapes {shapes})" if unknown else ""
 
 
 def check_known(optimizer: torch.optim.Optimizer, known: Collection[Tensor]) -> None:
-    """Raises UsageError where the optimizer has parameters that no prepared model has."""
+    """Raises UsageError if the optimizer has parameters that are in no prepared model."""
     if unknown := unknown_parameters(optimizer, known):
         raise UsageError(
             f"{type(optimizer).__name__} has {unknown} that the prepared models did not have: their gradients are not "
-            "combined over the processes. Call run.prepare(model) again, on every process, after adding them to the "
+            "combined over the processes. Call run.prepare(model) again, on every process, after you add them to the "
             "model."
         )
 
@@ -156,7 +161,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer, names: dict[Tensor, str])
 def named_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], state: dict[str, Any]
 ) -> dict[str, Any]:
-    """An optimizer as checkpoints hold it, with this state by name."""
+    """An optimizer in the format of a checkpoint. state: the optimizer's state by parameter name."""
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
     return {"class": type(optimizer).__qualname__, "groups": groups, "state": state}
 
@@ -167,14 +172,15 @@ def load_replicated(
     state: dict[str, Any],
     masters: Mapping[Tensor, Tensor] | None = None,
 ) -> None:
-    """Loads a whole state. The optimizers' state becomes that of the masters where there are any; the masters' own
-    values are not touched. Raises CheckpointError, before it changes anything, where the state is of another
-    program."""
+    """Load a whole state. Raises CheckpointError, before any change, if the state is from a different program.
+
+    With masters, the optimizers' state becomes that of the masters. The masters' values do not change.
+    """
     if len(state["models"]) < len(models) or len(state["optimizers"]) < len(optimizers):
         raise CheckpointError(
-            f"the checkpoint holds {len(state['models'])} model(s) and {len(state['optimizers'])} optimizer(s), but "
-            f"this script prepared {len(models)} and {len(optimizers)}. Prepare what the checkpoint's script prepared, "
-            "in the same order."
+            f"the checkpoint has {len(state['models'])} model(s) and {len(state['optimizers'])} optimizer(s), but "
+            f"this script prepared {len(models)} and {len(optimizers)}. Prepare the same models and optimizers as in "
+            "the script that wrote the checkpoint, in the same order."
         )
     for number, model in enumerate(models):
         check_same_model(model, state["models"][number], number)
@@ -189,7 +195,7 @@ def load_replicated(
 
 
 def check_same_model(model: nn.Module, saved: dict[str, Any], number: int = 0) -> None:
-    """Raises CheckpointError that names the first entries in which a model and a saved state differ."""
+    """Raises CheckpointError with the first differences between a model and a saved state."""
     own = model.state_dict()
     faults = []
     for name in [*own, *(name for name in saved if name not in own)]:
@@ -204,22 +210,25 @@ def check_same_model(model: nn.Module, saved: dict[str, Any], number: int = 0) -
     if faults:
         shown = "\n  ".join(faults[:5]) + (f"\n  and {len(faults) - 5} more" if len(faults) > 5 else "")
         raise CheckpointError(
-            f"the checkpoint is of another model than the prepared {type(model).__name__} (number {number}):\n  "
-            f"{shown}\n"
-            "Build the model as the checkpoint's script did, or load what fits by hand: "
+            f"the checkpoint's model differs from the prepared {type(model).__name__} (number {number}):\n"
+            f"  {shown}\n"
+            "Build the same model as the script that wrote the checkpoint; or load only matching entries with "
             "model.load_state_dict(..., strict=False)."
         )
 
 
 def check_same_class(own: Any, saved: str | None, kind: str, number: int) -> None:
-    """Raises CheckpointError where an optimizer or a scheduler is of another class than the saved one (None: an older
-    checkpoint does not tell): the state of one class means something else to another."""
+    """Raises CheckpointError if an optimizer or a scheduler has a different class than in the checkpoint.
+
+    The two classes would interpret the state differently. saved: the class in the checkpoint; None if it is an older
+    checkpoint without classes.
+    """
     name = type(own).__qualname__
     if saved is not None and saved != name:
         raise CheckpointError(
-            f"the checkpoint's {kind} number {number} is of the class {saved}, this script's of {name}: the state of "
-            f"one is not that of the other. Prepare {saved}, as the checkpoint's script did; or, to go on with another "
-            "one, load the weights alone (run.export, safetensors.torch.load_file) and start anew."
+            f"{kind} number {number} is {saved} in the checkpoint, but {name} in this script, which cannot load its "
+            f"state. Prepare {saved}. To continue with {name}, load only the weights (run.export, "
+            "safetensors.torch.load_file) and start a new run."
         )
 
 
@@ -232,20 +241,24 @@ def check_same_optimizer(
     if sorted(own) != sorted(theirs):
         differing = sorted(set(own) ^ set(theirs))[:5]
         raise CheckpointError(
-            f"the checkpoint's optimizer number {number} updates {len(theirs)} parameters, this script's "
-            f"{type(optimizer).__name__} {len(own)}; the first that differ: {', '.join(differing)}. Give the optimizer "
-            "the parameters that it had."
+            f"optimizer number {number} ({type(optimizer).__name__}) updates {len(theirs)} parameters in the "
+            f"checkpoint, but {len(own)} in this script. The first that differ: {', '.join(differing)}. Give the "
+            "optimizer the same parameters as in the script that wrote the checkpoint."
         )
     if len(optimizer.param_groups) != len(saved["groups"]):
         raise CheckpointError(
-            f"the checkpoint's optimizer number {number} has {len(saved['groups'])} parameter groups, this script's "
-            f"{type(optimizer).__name__} {len(optimizer.param_groups)}. Make the groups as the checkpoint's script did."
+            f"optimizer number {number} ({type(optimizer).__name__}) has {len(saved['groups'])} parameter groups in "
+            f"the checkpoint, but {len(optimizer.param_groups)} in this script. Make the same groups as the script "
+            "that wrote the checkpoint."
         )
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], names: dict[Tensor, str]) -> None:
-    """Loads by the optimizer's own load_state_dict, which casts tensors to the parameter's dtype. A resumed run must
-    have the same bits, so that the tensors are then loaded once more as they were saved."""
+    """Load a saved optimizer, without a change of bits.
+
+    The optimizer's load_state_dict casts tensors to the parameter's dtype. A resumed run must have the same bits, so
+    the saved tensors then replace the cast tensors.
+    """
     by_name = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
     index = {name: number for number, name in enumerate(n for group in saved["groups"] for n in group["params"])}
     own_order = [names[p] for group in optimizer.param_groups for p in group["params"]]
@@ -261,6 +274,6 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], nam
             if isinstance(value, Tensor) and isinstance(loaded, Tensor):
                 kept = value.to(loaded.device, copy=True)
                 if kept.shape == parameter.shape and kept.stride() != parameter.stride():
-                    # Fused optimizers go through memory in its order, without looking at strides (channels_last).
+                    # Fused optimizers process memory in order and ignore strides (channels_last).
                     kept = torch.empty_like(parameter, dtype=kept.dtype, device=kept.device).copy_(kept)
                 optimizer.state[parameter][key] = kept

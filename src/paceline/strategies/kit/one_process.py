@@ -1,4 +1,4 @@
-"""What strategies say of a run that has one process, or one device."""
+"""Messages of strategies for a run with one process or one device."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ PROCESS, DEVICE = "process", "device"
 
 
 def as_single(strategy: str, only: str = PROCESS) -> tuple[StrategySpec, str]:
-    """The strategy `single`, in place of the named one, and the line about it. only: what the run has one of."""
-    return StrategySpec("single"), line(strategy, "trains as 'single' does here", only)
+    """Replace the named strategy by `single`. Returns (`single`, a message).
+
+    only: PROCESS if the run has one process, DEVICE if it has one device.
+    """
+    return StrategySpec("single"), line(strategy, "trains like 'single'", only)
 
 
 def line(strategy: str, what: str, only: str = PROCESS) -> str:

@@ -1,4 +1,4 @@
-"""Updates that are more than `optimizer.step()`: they run within the script's hooks, or on further replicas."""
+"""Updates that do more than `optimizer.step()`: more work between the script's hooks, or updates of other replicas."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from paceline.torch_private.core import OPTIMIZER_HOOKS
 
 
 def step_between_hooks(optimizer: torch.optim.Optimizer, update: Callable[..., None]) -> None:
-    """Calls the script's hooks before the step, then `update`, which calls the optimizer's step without hooks, then the
-    hooks after it. Hooks read and write the script's own parameters and gradients: those before the step must run
-    before anything travels, those after it when all has arrived."""
+    """Call the script's pre-step hooks, then `update`, then the post-step hooks.
+
+    `update` calls the optimizer's step without hooks. Hooks read and write the script's parameters and gradients, so
+    pre-step hooks must run before all communication, and post-step hooks after all communication.
+    """
     before, after = (getattr(optimizer, name) for name in OPTIMIZER_HOOKS[:2])
     args: tuple[Any, ...] = (optimizer,)
     kwargs: dict[str, Any] = {}
@@ -39,16 +41,19 @@ def step_between_hooks(optimizer: torch.optim.Optimizer, update: Callable[..., N
 def optimizer_like(
     optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, Tensor], device: torch.device
 ) -> torch.optim.Optimizer:
-    """An optimizer of the same class, with the same state, for the copies of its parameters on another device. Without
-    the script's hooks, and without groups (`follow_groups`). Raises ModelError where it cannot be copied."""
+    """Make an optimizer of the same class and state, for copies of the parameters on another device.
+
+    The new optimizer has no hooks of the script. It has no parameter groups until `follow_groups`. Raises ModelError if
+    the optimizer cannot be copied.
+    """
     memo: dict[int, Any] = {id(p): its for p, its in copies.items()}
-    # Guards and schedulers have put `step` and `zero_grad` on it.
+    # Guards and schedulers have wrapped `step` and `zero_grad` on the instance.
     left_out = {"state", "param_groups", "step", "zero_grad", *OPTIMIZER_HOOKS}
     try:
         own = copy.deepcopy({key: value for key, value in vars(optimizer).items() if key not in left_out}, memo)
     except Exception as error:
         raise ModelError(
-            f"{type(optimizer).__name__} cannot be copied for {device}: copy.deepcopy of its attributes says "
+            f"{type(optimizer).__name__} cannot be copied to {device}: copy.deepcopy of its attributes raised "
             f"{type(error).__name__}: {error}. Use strategy='data_parallel', where one optimizer makes all updates."
         ) from error
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
@@ -64,22 +69,24 @@ def optimizer_like(
 def follow_groups(
     made: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, copies: Mapping[Tensor, Tensor], device: torch.device
 ) -> None:
-    """Copies the groups: the learning rate, which schedulers change, all other options, and the parameters."""
+    """Copy the parameter groups to `made`: all options (schedulers change the learning rate), and the parameters."""
     made.param_groups = [
         {
             **{
                 key: value.to(device) if isinstance(value, Tensor) and value.device.type == device.type else value
                 for key, value in group.items()
             },
-            "params": [copies[p] for p in group["params"] if p in copies],  # a layer may have been taken out
+            "params": [copies[p] for p in group["params"] if p in copies],  # a layer may have been removed
         }
         for group in optimizer.param_groups
     ]
 
 
 def carried(value: Any, here: torch.device | None, to: torch.device, memo: dict[int, Any] | None = None) -> Any:
-    """A copy of an optimizer's state, with tensors that are `here` on another device; a step counter that is kept on
-    the CPU stays there. here: None for all tensors."""
+    """Copy an optimizer's state, and move its tensors from the device `here` to the device `to`.
+
+    Tensors on other devices stay on them, such as a step counter on the CPU. here: None moves all tensors.
+    """
     if isinstance(value, Tensor):
         return value.detach().to(to if here is None or value.device == here else value.device, copy=True)
     if isinstance(value, dict):
@@ -92,14 +99,17 @@ def carried(value: Any, here: torch.device | None, to: torch.device, memo: dict[
 
 
 class GeneratorStates:
-    """The states of the generators that an update may draw from: torch's default one, and a device's."""
+    """The states of the generators that an update may draw from: torch's default generator and the device's generator.
+
+    They are read when the object is made.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._host = torch.default_generator.get_state()
         self._device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
 
     def restore_on(self, device: torch.device) -> None:
-        """Sets the default generator, and this device's, to these states."""
+        """Set torch's default generator and this device's generator to these states."""
         torch.default_generator.set_state(self._host)
         if self._device is not None:
             torch.get_device_module(device).set_rng_state(self._device, device)

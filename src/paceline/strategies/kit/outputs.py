@@ -1,4 +1,4 @@
-"""Trees that a model returns: tensors in lists, tuples, dicts, dataclasses and other plain objects."""
+"""Functions on the trees that models return: tensors in lists, tuples, dicts, dataclasses and other plain objects."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-DEPTH = 6  # a model's output is no deeper, and an object may refer to itself
+DEPTH = 6  # the limit of depth: models' outputs are not deeper, and an object may refer to itself
 
 
 def mapped(value: Any, kind: type[Any], function: Callable[[Any], Any], depth: int = DEPTH) -> Any:
-    """The tree with the function's result in place of each leaf of this kind. A subtree without such leaves is returned
-    itself; others are shallow copies, so that the model's own objects do not change."""
+    """Replace each leaf of this kind by the function's result.
+
+    A subtree with such leaves is copied (a shallow copy), so that the model's objects do not change. All other subtrees
+    are returned as they are.
+    """
     if isinstance(value, kind):
         return function(value)
     if depth == 0 or isinstance(value, (Tensor, nn.Module, str, bytes, int, float, type(None), type)):
@@ -32,7 +35,7 @@ def mapped(value: Any, kind: type[Any], function: Callable[[Any], Any], depth: i
         changed = {key: new for key, old in value.items() if (new := inner(old)) is not old}
         if changed:
             value = copy.copy(value)
-            for key, new in changed.items():  # one by one: a ModelOutput has its items as attributes too
+            for key, new in changed.items():  # one by one: a ModelOutput also has its items as attributes
                 value[key] = new
         return value
     if dataclasses.is_dataclass(value) or hasattr(value, "__dict__"):
@@ -45,7 +48,7 @@ def mapped(value: Any, kind: type[Any], function: Callable[[Any], Any], depth: i
 
 
 def holds(value: Any, kinds: tuple[type[Any], ...], depth: int = DEPTH) -> bool:
-    """Whether the tree has a leaf of these kinds. A bool is no number."""
+    """Whether the tree has a leaf of these kinds. A bool does not count as a number."""
     if isinstance(value, kinds):
         return not isinstance(value, bool)
     if depth == 0 or isinstance(value, (Tensor, nn.Module, str, bytes, type(None), type)):

@@ -1,8 +1,8 @@
-"""Refuses to pickle what one process holds of a sharded model.
+"""Refuse to pickle one process's part of a sharded model.
 
-`if run.main: torch.save(model.state_dict(), path)` is in every script for several processes. Of a sharded model it
-would write rank 0's shards, and nobody would notice before the file is needed. Pickle asks Python's table of reducers
-(copyreg) before the class itself: the guard puts a function there that raises.
+`if run.main: torch.save(model.state_dict(), path)` is in every multi-process script. With a sharded model it would
+write only rank 0's shards, and the missing shards would go unnoticed until the file is needed. Pickle looks up a class
+in Python's table of reducers (copyreg) first, so the guard registers a function in this table that raises.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from paceline.errors import UsageError
 
 
 def refuse_deepcopy(module: nn.Module, error: Exception) -> None:
-    """copy.deepcopy(module), as for an average of the weights, raises this error. It asks the object for
-    __deepcopy__."""
+    """Make copy.deepcopy(module) raise this error. Averages of weights use deepcopy.
+
+    deepcopy looks up __deepcopy__ on the object.
+    """
 
     def refuse(_: Any) -> Any:
         raise error
@@ -29,14 +31,14 @@ def refuse_deepcopy(module: nn.Module, error: Exception) -> None:
 
 
 class PickleGuard:
-    """Refuses to pickle DTensors, and modules of the classes that torch makes of sharded ones, until `close`."""
+    """Until `close`, refuses to pickle DTensors, and modules of classes that torch generates for sharded modules."""
 
     def __init__(self, strategy: str) -> None:
         self._strategy = strategy
         self._before: dict[type, Any] = {}
 
     def install(self, models: Iterable[nn.Module] = ()) -> None:
-        """Call it when models are sharded. models: those that have modules of classes which torch has made."""
+        """Start to refuse. Call it when models are sharded. models: the models with modules of generated classes."""
         sharded: set[type] = {
             type(module) for model in models for module in model.modules() if isinstance(module, FSDPModule)
         }
@@ -48,9 +50,9 @@ class PickleGuard:
     def _refuse(self, thing: Any) -> Any:
         what = f"this {type(thing).__name__}" if isinstance(thing, nn.Module) else "this tensor"
         raise UsageError(
-            f"strategy {self._strategy}: {what} is in slices, of which each process holds its own: torch.save would "
-            "write one process's. All processes call, so outside of `if run.main`: run.export(path, model), which "
-            "writes the whole model for plain PyTorch; run.save(directory), for a checkpoint with optimizers; or "
+            f"strategy {self._strategy}: {what} is sharded, and torch.save would write only this process's shard. Call "
+            "one of these on all processes, outside of `if run.main`: run.export(path, model), which writes the whole "
+            "model for plain PyTorch; run.save(directory), for a checkpoint with optimizers; or "
             "{name: p.full_tensor() for name, p in model.state_dict().items()}, for whole tensors."
         )
 

@@ -1,9 +1,9 @@
-"""What the stages of fsdp share: an update on shards, and state that is sharded in memory and whole in a checkpoint.
+"""Shared by the stages of fsdp: updates on shards, and state that is sharded in memory and whole in a checkpoint.
 
-A master weight (replicated.py) is here a DTensor whose local tensor is this rank's shard of the user's own parameter.
-It needs no memory of its own: what an optimizer writes to it stands in the parameter. Its gradient is the same shard of
-the parameter's gradient. A DTensor has the whole parameter's shape and norm, so that an optimizer that uses these
-(LAMB) makes the same update as of the whole. A 0-dim parameter is too small to shard: its master is replicated.
+A master weight (named_parameters.py) is a DTensor here. Its local tensor is this rank's shard of the user's parameter,
+in the same memory: an optimizer's writes change the parameter. Its `.grad` is the same shard of the parameter's
+gradient. A DTensor has the whole parameter's shape and norm, so an optimizer that uses these (LAMB) makes the same
+update as on the whole parameter. A 0-dim parameter cannot be sharded: its master is replicated.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from paceline.torch_private.distributed_tensor import set_local
 
 
 class Masters:
-    """The master weights of some parameters, which are added in the same order on all ranks."""
+    """The master weights of some parameters. All ranks add parameters in the same order."""
 
     def __init__(self, mesh: Mesh, memory: Callable[[Tensor], Tensor] = Tensor.detach, strategy: str = "fsdp") -> None:
-        """memory: of a parameter, the whole tensor whose rows its master is. strategy: its name for messages."""
+        """memory: parameter -> the whole tensor that its master is a shard of. strategy: the name in messages."""
         self._mesh, self._memory, self._strategy = mesh, memory, strategy
         self.of: dict[Tensor, Tensor] = {}  # parameter -> master
-        # parameter -> what its master has for a gradient: made once, since torch takes some time to make a DTensor.
-        # Between updates it has the parameter's own memory.
+        # parameter -> its master's gradient. Cached, since making a DTensor takes time. Between updates this gradient
+        # shares the master's memory.
         self._gradients: dict[Tensor, Tensor] = {}
         self._hooks: list[Any] = []
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The data dimensions, over the last of which parameters are cut."""
+        """The DeviceMesh of the data dimensions. Parameters are sharded over the last dimension."""
         return self._mesh.along(*(name for name in DATA if name in self._mesh.sizes))
 
     def add(self, parameter: Tensor) -> None:
@@ -52,8 +52,10 @@ class Masters:
             self.of[parameter] = self._slice(parameter)
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
-        """Shards the state that the optimizer has, and, until `close`, what a script loads into it. The optimizer's own
-        `state_dict` then holds shards."""
+        """Shard the optimizer's state and, until `close`, all state that a script loads into the optimizer.
+
+        The optimizer's `state_dict` then holds shards.
+        """
         self.shard_state(optimizer)
         contexts: list[Any] = []
 
@@ -75,21 +77,21 @@ class Masters:
             hook.remove()
 
     def shard_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """State of whole parameters becomes shards, which belong to the masters."""
+        """Move the optimizer's state from the parameters to their masters, and shard state that is still whole."""
         for parameter, master in self.of.items():
             if parameter in optimizer.state:
                 optimizer.state[master] = optimizer.state.pop(parameter)
         shard_optimizer_state([(p, state) for p, state in optimizer.state.items() if dtensor.is_sharded(p)])
 
     def update(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """The optimizer's step on shards. Returns the parameters of which other ranks hold newer rows."""
+        """Run the optimizer's step on shards. Return the parameters that are partly on other ranks."""
         updated = [
             p for group in optimizer.param_groups for p in group["params"] if p.grad is not None and p in self.of
         ]
         for p in updated:
             master, memory = self.of[p], self._memory(p)
             if dtensor.local(master).untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
-                set_local(master, self.rows(memory))  # p.data was set anew
+                set_local(master, self.rows(memory))  # the script assigned p.data
             if p not in self._gradients:
                 self._gradients[p] = self._slice(p)
             assert p.grad is not None
@@ -131,17 +133,17 @@ class Masters:
 
 def _no_rule(strategy: str, optimizer: torch.optim.Optimizer, error: Exception) -> str:
     return (
-        f"strategy {strategy}: {type(optimizer).__name__} computes something that torch's DTensor cannot compute on "
-        f"slices: {str(error).splitlines()[0]} Use another optimizer (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, "
-        "Adagrad, Adadelta, Adamax and ASGD of torch.optim can), or strategy='ddp'."
+        f"strategy {strategy}: {type(optimizer).__name__} uses an operation that torch's DTensor does not support on "
+        f"shards: {str(error).splitlines()[0]} Use another optimizer (SGD, Adam, AdamW, NAdam, RAdam, RMSprop, "
+        "Adagrad, Adadelta, Adamax and ASGD of torch.optim work), or strategy='ddp'."
     )
 
 
 def shard_optimizer_state(states: Sequence[tuple[Tensor, dict[str, Any]]]) -> None:
-    """Shards whole state, in place. states: pairs of a sharded parameter and its state.
+    """Shard optimizer state that is still whole, in place. states: pairs of a sharded parameter and its state.
 
-    A tensor of the parameter's shape is sharded as the parameter is. One of another shape, such as Adafactor's row
-    means, is replicated: DTensor computes with it as the optimizer would. Counters stay as they are.
+    A tensor of the parameter's shape is sharded like the parameter. A tensor of a different shape, such as Adafactor's
+    row means, is replicated, and DTensor then computes the same result as for whole tensors. Counters are unchanged.
     """
     counters = {
         key
@@ -156,17 +158,17 @@ def shard_optimizer_state(states: Sequence[tuple[Tensor, dict[str, Any]]]) -> No
 
 
 def shard_loaded(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """A hook before `load_state_dict`: lets a script load whole tensors into sharded parameters."""
+    """Pre-hook of `load_state_dict`: lets a script load whole tensors into sharded parameters."""
     for name, own in module.named_parameters(remove_duplicate=False):
         value = state.get(prefix + name)
         if not isinstance(value, Tensor) or dtensor.is_sharded(value) or not dtensor.is_sharded(own):
             continue
-        if value.shape == own.shape:  # else torch says which is wrong
+        if value.shape == own.shape:  # otherwise torch reports the mismatch
             state[prefix + name] = dtensor.sharded_like(own, value)
 
 
 def replace_parameters(optimizer: torch.optim.Optimizer, replaced: Mapping[Tensor, Tensor]) -> None:
-    """Puts sharded parameters in the place of the whole ones that they replace, and shards their state."""
+    """Replace whole parameters of an optimizer by the sharded parameters, and shard their state."""
     for group in optimizer.param_groups:
         group["params"] = [replaced.get(p, p) for p in group["params"]]
     for old in [p for p in optimizer.state if p in replaced]:
@@ -177,7 +179,7 @@ def replace_parameters(optimizer: torch.optim.Optimizer, replaced: Mapping[Tenso
 def full_state(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], masters: Mapping[Tensor, Tensor]
 ) -> dict[str, Any]:
-    """The whole state by name. What was sharded is whole on rank 0, and without memory on the others. Collective."""
+    """The whole state by name. Sharded tensors are whole on rank 0, and have no data on the other ranks. Collective."""
     made: dict[int, Tensor] = {}
 
     def whole(node: Any) -> Any:
@@ -199,11 +201,11 @@ def load_full_state(
     masters: Mapping[Tensor, Tensor],
     state: dict[str, Any],
 ) -> None:
-    """Loads a whole state, the same on every rank, of which this process keeps its shards."""
+    """Load a whole state, the same on every rank. Each process keeps only its shards."""
     names = names_with(parameter_names(models), masters)
     owns = {name: p for p, name in names.items() if dtensor.is_sharded(p)}
     optimizer_states = []
-    for saved in state["optimizers"]:  # sharded first, so that no optimizer's state lies whole on the device
+    for saved in state["optimizers"]:  # shard it first, so that whole optimizer state is never on the device
         copied = {name: dict(values) for name, values in saved["state"].items()}
         shard_optimizer_state([(owns[name], values) for name, values in copied.items() if name in owns])
         optimizer_states.append({**saved, "state": copied})

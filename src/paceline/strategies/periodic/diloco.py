@@ -1,32 +1,35 @@
-"""diloco: independent replicas train for many steps; an outer optimizer updates the shared weights by their mean
-change.
+"""diloco: independent replicas train for many steps, then an outer optimizer applies their mean change to the shared
+weights.
 
-Phase 1, inner steps: as local_sgd. Each replica updates its own weights by its own shards; nothing travels.
-Phase 2, every `every` steps of an optimizer, the outer step. The outer gradient is (shared weights - local weights),
-  averaged over the replicas in one all-reduce, weighted by their examples (or tokens) since the last. With it
-  torch.optim.SGD(outer_lr, outer_momentum, nesterov=True) updates the shared weights, the same on all replicas, and
-  they become the local ones. Buffers become their mean.
-With `fragments=P` the parameters are cut into P runs, about equally large, and the p-th (from 1) has its outer step at
-  step p / P of each round: a P-th of the bytes at a time. Buffers go with the last.
-With `delay=N` phase 2 falls into two. At its step the all-reduce begins, in a process group of its own, and the inner
-  steps go on. N steps later, never earlier, the outer optimizer updates the shared weights by the mean, and the local
-  weights w become mix w + (1 - mix) shared; so do floating-point buffers, with the mean that they had when it began. A
-  replica's samples count for the next mean by the part of them that stays in its weights: their number times mix.
-Before an evaluation in mid-round the local weights become their mean, without an outer step: the round goes on from
-  there, and its outer gradient is that of the whole round. Before a checkpoint the inner optimizers' state does too.
-  An exchange that is on its way then stays so. A checkpoint waits for its mean, and holds it with the step at which it
-  is due.
+Phase 1, inner steps, as in local_sgd: each replica updates its weights from its shards; nothing is sent.
+Phase 2, the outer step, after every `every` steps of an optimizer. The outer gradient is (shared weights - local
+  weights), averaged over the replicas in one all-reduce. Each replica is weighted by its examples (or tokens) since the
+  last outer step. torch.optim.SGD(outer_lr, outer_momentum, nesterov=True) applies the outer gradient to the shared
+  weights, with the same result on all replicas. The shared weights are then copied to the local weights, and buffers
+  are replaced by their mean.
+With `fragments=P` the parameters are split in order into P fragments of about equal size. In each
+  round of `every` steps, fragment p (from 1) has its outer step after every * p / P steps, so 1 / P of the bytes is
+  sent at a time. Buffers are averaged with the last fragment.
+With `delay=N` phase 2 has two parts. First the all-reduce begins, in a separate process group, while the inner steps
+  continue. Exactly N steps later the outer optimizer updates the shared weights, and the local weights w become
+  mix * w + (1 - mix) * shared. Floating-point buffers are mixed the same way, with the mean of their values at the
+  start of the exchange. The replica's samples so far are multiplied by mix for the next mean, since only this fraction
+  of their effect remains in its weights.
+Before an evaluation within a round the local weights are replaced by their mean, without an outer step. The round
+  continues from this mean, and its outer gradient covers the whole round. Before a checkpoint the inner optimizers'
+  state is averaged too. Neither ends a pending exchange. But a checkpoint waits for the exchange's mean, and stores the
+  mean and the step at which the mean is due.
 
-Between replicas: parameters and buffers, 2 (n - 1) / n of their bytes sent by each of n replicas, every `every` steps.
-Memory per replica: parameters, gradients and optimizer state once each; the shared weights and the outer momentum in
-float32 or wider; while averaging, what is sent twice more (with `delay` for as long as it is on its way, once).
+Traffic: each of n replicas sends 2 (n - 1) / n of the bytes of parameters and buffers, every `every` steps. Memory per
+replica: parameters, gradients and optimizer state once each; the shared weights and the outer momentum in float32 or
+wider; while averaging, two more copies of the sent tensors (with `delay` one copy, while the exchange is pending).
 
 This changes the mathematics on purpose.
 
 Follows Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv 2311.08105),
-algorithm 1, in which the inner optimizers' state stays on its replica; and for fragments and delay Douillard et al.
-2025, "Streaming DiLoCo with overlapping communication" (arXiv 2501.18512), algorithm 2, whose tau is `delay` and whose
-alpha is `mix`, without its 4-bit outer gradients.
+algorithm 1, which also keeps the inner optimizers' state local. Fragments and delay follow Douillard et al. 2025,
+"Streaming DiLoCo with overlapping communication" (arXiv 2501.18512), algorithm 2: its tau is `delay`, its alpha is
+`mix`. Its 4-bit outer gradients are not implemented.
 """
 
 from __future__ import annotations
@@ -39,15 +42,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.group import ALONE, Group
 from paceline.comm.means import PendingMeans
-from paceline.comm.mesh import ALONE, Group
 from paceline.errors import SettingError
 from paceline.strategies.kit.named_parameters import parameter_names
 from paceline.strategies.periodic.periodic_averaging import Fragment, Item, PeriodicAveraging, check_whole
 from paceline.world import World
 
 MIX = 0.5
-"""The default. The paper calls it alpha."""
+"""The default of `mix` (alpha in the paper)."""
 
 
 def check(
@@ -61,47 +64,49 @@ def check(
     mix: float,
     average_state: bool,
 ) -> None:
-    """Raises SettingError for what cannot work, on any number of processes."""
+    """Raises SettingError for invalid options. The number of processes does not matter."""
     check_whole("diloco", "every", every, 1)
     check_whole("diloco", "fragments", fragments, 1)
     if fragments > every:
         raise SettingError(
-            f"strategy diloco: fragments={fragments} with every={every}: each fragment is sent at a step of its own in "
-            "a round. Set fragments to every at most."
+            f"strategy diloco: fragments={fragments} with every={every}: each fragment is sent at a separate step of "
+            f"a round. Set fragments to {every} at most."
         )
     if not 0 < outer_lr < math.inf:
-        raise SettingError(f"strategy diloco: outer_lr={outer_lr!r}: a learning rate above 0 is needed, such as 0.7.")
+        raise SettingError(f"strategy diloco: outer_lr={outer_lr!r}: use a learning rate above 0, such as 0.7.")
     if not 0 <= outer_momentum < 1:
-        raise SettingError(f"strategy diloco: outer_momentum={outer_momentum!r}: from 0 to below 1 is needed.")
+        raise SettingError(
+            f"strategy diloco: outer_momentum={outer_momentum!r}: use a number of at least 0 and below 1."
+        )
     check_whole("diloco", "delay", delay, 0)
     if delay >= every:
         raise SettingError(
-            f"strategy diloco: delay={delay} with every={every}: the exchange of a fragment ends before its next one "
-            "begins. Set delay below every."
+            f"strategy diloco: delay={delay} with every={every}: the exchange of a fragment must end before its next "
+            "exchange begins. Set delay below every."
         )
     if not 0 <= mix < 1:
-        raise SettingError(f"strategy diloco: mix={mix!r}: from 0 to below 1 is needed.")
+        raise SettingError(f"strategy diloco: mix={mix!r}: use a number of at least 0 and below 1.")
     if mix != MIX and not delay:
         raise SettingError(
-            f"strategy diloco: mix={mix!r} without delay: the local weights have made no steps that could be mixed in. "
-            "Set delay, or leave mix out."
+            f"strategy diloco: mix={mix!r} without delay: there are no later local steps to mix in. Set delay, or "
+            "drop mix."
         )
     if average_state and delay:
         raise SettingError(
-            f"strategy diloco: average_state=true with delay={delay}: the state of the inner optimizers is averaged at "
-            "once, which waits for the network. Leave one of them out."
+            f"strategy diloco: average_state=true with delay={delay}: optimizer state is averaged without delay, "
+            "which would wait for the network. Drop one of the two."
         )
 
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """A fragment's outer gradient on its way."""
+    """A pending exchange of a fragment's outer gradient."""
 
-    optimizer: torch.optim.Optimizer  # by whose steps `due` counts
+    optimizer: torch.optim.Optimizer  # `due` counts its steps
     due: int  # the step at which the mean is used
     parameters: list[Tensor]
-    buffers: dict[str, Tensor | None]  # name -> what the buffer's change is counted from; None: the mean is its value
-    # Of the changes of the parameters since the last outer step, and of the buffers.
+    buffers: dict[str, Tensor | None]  # name -> base; the mean is a change from the base (None: a value)
+    # Means of the parameters' changes since the last outer step, and of the buffers' changes.
     means: PendingMeans | list[Tensor]
 
     def wait(self) -> list[Tensor]:
@@ -110,16 +115,16 @@ class Exchange:
         return self.means
 
     def wait_for_buffers(self) -> dict[str, Tensor]:
-        """Name -> mean value."""
+        """Wait for the exchange. Returns the mean value of each buffer, by name."""
         found = zip(self.buffers.items(), self.wait()[len(self.parameters) :], strict=True)
         return {name: mean if base is None else base + mean for (name, base), mean in found}
 
 
 class DiLoCo(PeriodicAveraging):
-    """every: inner steps from one outer step to the next. outer_lr, outer_momentum: of the outer SGD. fragments: into
-    how many the parameters are cut, which have their outer steps one after the other. delay: inner steps that are made
-    while an outer gradient travels. mix: with a delay, the part of the local weights that stays when they meet the
-    shared ones. average_state: average the inner optimizers' state too, with the last fragment."""
+    """every: inner steps per outer step. outer_lr, outer_momentum: learning rate and momentum of the outer SGD.
+    fragments: number of parts of the parameters; each part has a separate outer step. delay: number of inner steps
+    during the exchange of an outer gradient. mix: with a delay, the share of the local weights when they are mixed with
+    the shared weights. average_state: average the inner optimizers' state too, with the last fragment."""
 
     def __init__(
         self,
@@ -149,15 +154,15 @@ class DiLoCo(PeriodicAveraging):
         self.every, self.average_state = every, average_state
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
         self._shared: dict[Tensor, Tensor] = {}  # parameter -> the shared weights, since its first training step
-        self._outer: torch.optim.SGD | None = None  # over the shared weights
-        self._exchanges: list[Exchange] = []  # on their way; the same on all replicas
-        self._background: Group = ALONE  # in which they travel
+        self._outer: torch.optim.SGD | None = None  # updates the shared weights
+        self._exchanges: list[Exchange] = []  # pending exchanges, the same on all replicas
+        self._background: Group = ALONE  # the process group for exchanges
 
     def announcement(self) -> str:
         return (
-            "strategy diloco changes the mathematics on purpose: every process trains its own weights on its own "
-            f"shards, batch norm included, and every {self.every} steps an outer optimizer moves the shared ones "
-            "by the mean of what they have learned."
+            "strategy diloco changes the mathematics on purpose: every process trains separate weights on its shards, "
+            f"batch norm included, and every {self.every} steps an outer optimizer moves the shared weights by the "
+            "mean of their changes."
         )
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -165,8 +170,8 @@ class DiLoCo(PeriodicAveraging):
         if self.delay:
             self._background = self.mesh.background()
 
-    def steps_to_meeting(self) -> int:
-        # Nobody gets beyond the step at which the mean is due before all have begun its exchange.
+    def steps_to_synchronization(self) -> int:
+        # A process cannot pass the step at which a mean is due until all processes have begun the exchange.
         return self.every - self.steps[self.optimizers[0]] % self.every + self.delay
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -187,7 +192,7 @@ class DiLoCo(PeriodicAveraging):
                 self._outer_step(fragment, [optimizer] if last and self.average_state else [], buffers=last)
 
     def _share(self, shared: dict[Tensor, Tensor]) -> None:
-        """Adds shared weights to those that the outer optimizer updates."""
+        """Add shared weights to the outer optimizer."""
         if shared:
             self._shared |= shared
             if self._outer is None:
@@ -200,7 +205,7 @@ class DiLoCo(PeriodicAveraging):
         return torch.optim.SGD(shared, lr=self.outer_lr, momentum=momentum, nesterov=momentum > 0)
 
     def _outer_step(self, fragment: Fragment, states: Sequence[torch.optim.Optimizer], *, buffers: bool) -> None:
-        """One outer step of the parameters of a fragment that were trained."""
+        """Make one outer step for a fragment's trained parameters."""
         trained = list(fragment.changed)
         bases = self._bases(trained)
 
@@ -217,11 +222,11 @@ class DiLoCo(PeriodicAveraging):
                 self._shared[p].grad = None
 
     def _bases(self, parameters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
-        """The shared weights as the replicas had them: rounded to the parameter's dtype."""
+        """The shared weights, rounded to each parameter's dtype: the values that the replicas started from."""
         return {p: self._shared[p].to(p.dtype).to(self._shared[p].dtype) for p in parameters}
 
     def _begin(self, optimizer: torch.optim.Optimizer, fragment: Fragment, *, buffers: bool) -> None:
-        """Sends the outer gradient of the parameters of a fragment that were trained, and waits for nothing."""
+        """Begin the exchange of the outer gradient of a fragment's trained parameters, without waiting."""
         with torch.inference_mode(False), torch.no_grad():
             trained = list(fragment.changed)
             bases = self._bases(trained)
@@ -234,7 +239,7 @@ class DiLoCo(PeriodicAveraging):
             self._exchanges.append(Exchange(optimizer, due, trained, bases_of_buffers, means))
 
     def _end(self, exchange: Exchange) -> None:
-        """Waits for the mean; the outer step; local weights, and buffers, are mixed with what all have."""
+        """Wait for the mean, make the outer step, and mix the results into the local weights and buffers."""
         with torch.inference_mode(False), torch.no_grad():
             for p, mean in zip(exchange.parameters, exchange.wait(), strict=False):
                 self._shared[p].grad = -mean
@@ -251,21 +256,22 @@ class DiLoCo(PeriodicAveraging):
         for fragment in self.fragments_of(exchange.optimizer):
             if not ended.isdisjoint(fragment.parameters):
                 fragment.weight = fragment.weight * self.mix
-                if not self.mix:  # the replicas are one
+                if not self.mix:  # all replicas have equal weights now
                     fragment.changed = {p: None for p in fragment.changed if p not in ended}
         if exchange.buffers:
             self.scale_buffer_weight(self.mix)
 
     def _mixed(self, local: Tensor, common: Tensor) -> Tensor:
-        """mix local + (1 - mix) common; exactly common where they are equal, also where both are infinite."""
+        """Return mix * local + (1 - mix) * common. Equal elements are returned unchanged, even infinite ones."""
         if not self.mix:
             return common
         wide = local.to(common.dtype)
         return torch.where(wide == common, common, torch.lerp(wide, common, 1 - self.mix))
 
     def state_dict(self) -> dict[str, Any]:
-        """In "apart" further {"shared": weights by name, "momentum": outer momentum by name, "exchanges": those on
-        their way, each {"optimizer": its number, "due": step, "means": by name, "buffers": by name}}."""
+        """Adds keys to "apart": {"shared": shared weights by name, "momentum": outer momentum by name, "exchanges":
+        pending exchanges, each {"optimizer": number, "due": step, "means": means of the parameters' changes by name,
+        "buffers": mean values by name}}."""
         whole = super().state_dict()
         names = parameter_names(self.models)
         state = self._outer.state if self._outer is not None else {}
@@ -286,23 +292,23 @@ class DiLoCo(PeriodicAveraging):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        apart = state.get("apart", {})
+        own = state.get("apart", {})
         by_name = {name: p for p, name in parameter_names(self.models).items()}
-        known = {by_name[name]: shared for name, shared in apart.get("shared", {}).items() if name in by_name}
+        known = {by_name[name]: shared for name, shared in own.get("shared", {}).items() if name in by_name}
         self._shared = {p: shared.to(p.device, copy=True) for p, shared in known.items()}
         self._outer = self._make_outer(list(self._shared.values())) if self._shared else None
-        for name, buffer in apart.get("momentum", {}).items():
+        for name, buffer in own.get("momentum", {}).items():
             if self._outer is not None and by_name.get(name) in self._shared:
                 shared = self._shared[by_name[name]]
                 self._outer.state[shared]["momentum_buffer"] = buffer.to(shared.device, copy=True)
         self._exchanges = [
             self._loaded_exchange(saved, by_name)
-            for saved in apart.get("exchanges", [])
+            for saved in own.get("exchanges", [])
             if saved["optimizer"] < len(self.optimizers)
         ]
 
     def _loaded_exchange(self, saved: Mapping[str, Any], by_name: Mapping[str, Tensor]) -> Exchange:
-        """An exchange whose mean is known. It is due at the step that was saved, with any options of this run."""
+        """Restore an exchange and its mean. It is still due at the saved step, even if this run has other options."""
         parameters = {by_name[name]: mean for name, mean in saved["means"].items() if by_name.get(name) in self._shared}
         means = [mean.to(p.device, copy=True) for p, mean in parameters.items()]
         own = self.named_buffers()

@@ -1,16 +1,18 @@
-"""Independent replicas: each trains its own weights, and now and then their models are averaged into one.
+"""Independent replicas: each trains its weights, and the models are averaged every few steps.
 
-The base of local_sgd and diloco, which say when. Between two averagings nothing travels. What is averaged then:
+The base class of local_sgd and diloco, which decide when to average. Between two averagings nothing is sent. An
+averaging covers:
 
-  parameters    those that an optimizer holds and that were trained since the last time, in fragments
-  buffers       floating-point ones that a checkpoint would hold, such as batch norm's running statistics. Their change
-                is averaged, so that a buffer that has not changed keeps its bits. Of whole numbers (batches counted)
-                the greatest is used
-  state         of the optimizers, where it is asked for and for a checkpoint: tensors are averaged, with zeros for a
-                replica that has none; of numbers (steps counted) the greatest is used
+  parameters    an optimizer's parameters that were trained since the last averaging, in fragments
+  buffers       floating-point buffers that a checkpoint would hold, such as batch norm's running statistics. Their
+                changes are averaged, so that an unchanged buffer keeps its bits. Integer buffers (batches counted) are
+                set to their maximum
+  state         the optimizers' state, if requested or for a checkpoint. Tensors are averaged; a replica without the
+                tensor adds zeros. Numbers (steps counted) are set to their maximum
 
-A replica's weight in the mean is its number of samples since the last averaging: the examples, or tokens, that its
-gradients were means over. An empty shard, or a gradient that is not finite, makes no update and adds no samples.
+A replica's weight in the mean is its number of samples since the last averaging: the examples (or tokens) that its
+gradients are means over. A step with an empty shard, or with a gradient that is not finite, makes no update and adds no
+samples.
 """
 
 from __future__ import annotations
@@ -25,9 +27,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives
 from paceline.comm.means import greatest_, weighted_mean
-from paceline.comm.mesh import Mesh
+from paceline.comm.mesh import Mesh, world_group
 from paceline.comm.scalars import upload
 from paceline.data.batch_plan import one_shard
 from paceline.errors import ModelError, SettingError
@@ -47,9 +48,9 @@ Optimizer = torch.optim.Optimizer
 
 
 def check_whole(strategy: str, option: str, value: object, least: int) -> None:
-    """Raises SettingError where an option is no whole number from `least` on."""
+    """Raises SettingError if an option is not a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise SettingError(f"strategy {strategy}: {option}={value!r}: a whole number from {least} on is needed.")
+        raise SettingError(f"strategy {strategy}: {option}={value!r}: use a whole number of at least {least}.")
 
 
 @dataclass(slots=True)
@@ -65,14 +66,14 @@ class Item(NamedTuple):
     """A tensor to average."""
 
     tensor: Tensor
-    weight: Weight  # of this replica
-    base: Tensor | None = None  # the same on all replicas; where it is given, the difference from it is averaged
+    weight: Weight  # this replica's weight in the mean
+    base: Tensor | None = None  # if given, the same on all replicas: the difference from it is averaged
 
     @property
     def sent(self) -> Tensor:
         if self.base is None:
             return self.tensor
-        unchanged = self.tensor == self.base  # also where both are infinite
+        unchanged = self.tensor == self.base  # also true if both are infinite
         wide = torch.promote_types(self.tensor.dtype, torch.float32)
         return (self.tensor.to(wide) - self.base).masked_fill_(unchanged, 0.0)
 
@@ -81,30 +82,30 @@ class Item(NamedTuple):
 
 
 class PeriodicAveraging(LoopStrategy):
-    """One replica of several. fragments: into how many each optimizer's parameters are cut, about equally large, in
-    order."""
+    """Trains one of several replicas. fragments: number of parts of about equal size into which each optimizer's
+    parameters are split, in order."""
 
     def __init__(self, world: World, device: torch.device, *, fragments: int = 1) -> None:
         self.world, self.device, self.fragments = world, device, fragments
         self.mesh = Mesh(device, world.rank, {"replicate": world.size}, independent=True)
         self.plan = one_shard(world.size, world.rank, independent=True)
         self.store = GradientStore()
-        self.steps: dict[Optimizer, int] = {}  # updates that each has made, or sat out; the same on all replicas
+        self.steps: dict[Optimizer, int] = {}  # updates of each optimizer, skipped ones included; same on all replicas
         self._fragments: dict[Optimizer, list[Fragment]] = {}
-        self._sent: set[Tensor] = set()  # parameters and buffers that have had rank 0's values
-        self._alike = False  # whether all replicas are known to have begun with the same weights
-        self._buffers: dict[tuple[int, str], Tensor] = {}  # their values after the last averaging
-        self._buffer_weight: Weight | None = None  # None: no step since
-        self._state_weight: dict[Optimizer, Weight] = {}  # no entry: no step since
+        self._sent: set[Tensor] = set()  # parameters and buffers that have received rank 0's values
+        self._alike = False  # whether a check has shown that all replicas began with the same weights
+        self._buffers: dict[tuple[int, str], Tensor] = {}  # values of the buffers after the last averaging
+        self._buffer_weight: Weight | None = None  # None: no step since the last averaging
+        self._state_weight: dict[Optimizer, Weight] = {}  # no entry: no step since the last averaging
 
     @abstractmethod
     def announcement(self) -> str:
-        """What rank 0 tells at the first `prepare`: how this strategy changes the mathematics. "": nothing."""
+        """Rank 0's message at the first `prepare`, on how the strategy changes the mathematics; "" for no message."""
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         if not self.models and self.world.rank == 0 and (text := self.announcement()):
             print(f"paceline: {text}", file=sys.stderr)
-        self.synchronize()  # in mid-training: what is added comes to replicas that are equal
+        self.synchronize()  # if training has begun: new models and optimizers need equal replicas
         self.models, self.optimizers = list(models), list(optimizers)
         self._sent = send_models(models, self.device, self._sent)
         for optimizer in optimizers:
@@ -118,8 +119,8 @@ class PeriodicAveraging(LoopStrategy):
     # --- a step
 
     def update(self, optimizer: Optimizer, *, averaged: bool = False) -> list[Fragment]:
-        """One update of this replica. averaged: by the mean of all replicas' gradients. Returns the optimizer's
-        fragments."""
+        """Make one update of this replica. Returns the optimizer's fragments. averaged: whether the gradients were
+        averaged over all replicas."""
         self._check_alike()
         fragments, samples = self.fragments_of(optimizer), self.store.samples
         if not averaged and not isinstance(samples, Tensor) and samples == 0:
@@ -138,7 +139,7 @@ class PeriodicAveraging(LoopStrategy):
         return fragments
 
     def fragments_of(self, optimizer: Optimizer) -> list[Fragment]:
-        """The optimizer's fragments. Parameters of a group that was added later belong to the last one."""
+        """The optimizer's fragments. Parameters of a group that was added later belong to the last fragment."""
         own = [p for group in optimizer.param_groups for p in group["params"]]
         fragments = self._fragments.get(optimizer)
         if fragments is None:
@@ -153,7 +154,7 @@ class PeriodicAveraging(LoopStrategy):
         return [fragment for fragments in self._fragments.values() for fragment in fragments]
 
     def _check_alike(self) -> None:
-        """Raises ModelError, on all ranks, where weights were changed on some ranks only since `prepare`."""
+        """Raises ModelError, on all ranks, if weights were changed on only some ranks since `prepare`."""
         if not self._alike:
             named = [(name, p) for p, name in parameter_names(self.models).items()]
             check_same_bits(named, "before the first step", CHANGED_AT_START)
@@ -161,12 +162,12 @@ class PeriodicAveraging(LoopStrategy):
 
     @torch.no_grad()
     def average_gradients(self, optimizers: Iterable[Optimizer]) -> None:
-        """Gradients become the mean over all replicas; one that no replica has stays None."""
+        """Replace each gradient by its mean over all replicas. A gradient that is None on all replicas stays None."""
         trained = [p for o in optimizers for part in self.fragments_of(o) for p in part.parameters if p.requires_grad]
         if any(p.grad is not None and p.grad.is_sparse for p in trained):
             raise ModelError(
-                "strategy local_sgd: warmup averages gradients, which it cannot where they are sparse. Make them dense "
-                "(nn.Embedding(sparse=False)), or set warmup=0."
+                "strategy local_sgd: warmup averages gradients, but sparse gradients cannot be averaged. Make them "
+                "dense (nn.Embedding(sparse=False)), or set warmup=0."
             )
         if not trained:
             return
@@ -174,7 +175,7 @@ class PeriodicAveraging(LoopStrategy):
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         *means, flags = weighted_mean([*grads, flags], [self.store.samples] * (len(grads) + 1))
         missing = any(p.grad is None for p in trained)
-        present = (flags > 0).tolist() if missing else [True] * len(trained)  # to read them waits for the device
+        present = (flags > 0).tolist() if missing else [True] * len(trained)  # tolist() waits for the device
         for p, grad, mean, some in zip(trained, grads, means, present, strict=True):
             if some:
                 p.grad = grad.copy_(mean)
@@ -182,12 +183,12 @@ class PeriodicAveraging(LoopStrategy):
     # --- averaging
 
     def synchronize(self) -> None:
-        """The models of all replicas become the mean of their parameters and buffers."""
+        """Replace the models of all replicas by the mean of their parameters and buffers."""
         self.average(self.all_fragments(), buffers=True)
 
     def synchronized(self) -> bool:
         trained = any(fragment.changed for fragment in self.all_fragments())
-        return collectives.size_of() == 1 or not (trained or self._buffer_weight is not None)
+        return world_group().size == 1 or not (trained or self._buffer_weight is not None)
 
     def average(
         self,
@@ -198,11 +199,11 @@ class PeriodicAveraging(LoopStrategy):
         buffers: bool = False,
         states: Iterable[Optimizer] = (),
     ) -> None:
-        """Averages what has changed of these fragments, and with it buffers and these optimizers' state, by one
-        all-reduce.
+        """Average the trained parameters of these fragments in one all-reduce.
 
-        apply: of a parameter's item and its mean; overwrites the parameter by default. bases: of each parameter, the
-        value that its differences are averaged from.
+        apply: called with each parameter's item and mean; by default it overwrites the parameter. bases: parameter ->
+        base; if given, the differences from the bases are averaged. buffers: average the buffers too. states: average
+        the state of these optimizers too.
         """
         with torch.inference_mode(False), torch.no_grad():
             items = [
@@ -227,14 +228,15 @@ class PeriodicAveraging(LoopStrategy):
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
-        """{"apart": {"steps": of each optimizer}} beside what every strategy has. The replicas go on from the mean."""
+        """Average the replicas, which then continue from the mean. The state has one more key than with other
+        strategies: {"apart": {"steps": steps of each optimizer}}."""
         self.average(self.all_fragments(), buffers=True, states=self.optimizers)
-        apart = {"steps": [self.steps[optimizer] for optimizer in self.optimizers]}
-        return {**replicated_state(self.models, self.optimizers), "apart": apart}
+        own = {"steps": [self.steps[optimizer] for optimizer in self.optimizers]}
+        return {**replicated_state(self.models, self.optimizers), "apart": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_replicated(self.models, self.optimizers, state)
-        # Where in its round each optimizer is; at the beginning, where the checkpoint is of another strategy.
+        # Each optimizer's position in its round. A checkpoint of another strategy starts a new round.
         steps = [*state.get("apart", {}).get("steps", []), *[0] * len(self.optimizers)]
         self.steps = dict(zip(self.optimizers, map(int, steps), strict=False))
         for fragment in self.all_fragments():
@@ -259,21 +261,21 @@ class PeriodicAveraging(LoopStrategy):
         return found
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """Name -> buffer, of those that are averaged. Names of a second model begin with "1/"."""
+        """Name -> buffer, for the averaged buffers. Names of a second model begin with "1/"."""
         found = self._all_buffers().items()
         return {
             f"{number}/{name}" if number else name: b for (number, name), b in found if (number, name) in self._buffers
         }
 
     def changed_buffers(self) -> dict[str, Item]:
-        """Name -> item, of the floating-point buffers; none where no step was made since they were one."""
+        """Name -> item, for the floating-point buffers; empty if no step was made since the last averaging."""
         if self._buffer_weight is None:
             return {}
         bases = {f"{number}/{name}" if number else name: base for (number, name), base in self._buffers.items()}
         return {name: Item(buffer, self._buffer_weight, bases[name]) for name, buffer in self.named_buffers().items()}
 
     def scale_buffer_weight(self, part: float) -> None:
-        """What counts for the mean of buffers: this part of the samples so far."""
+        """Multiply this replica's weight in the next mean of buffers by `part`."""
         if self._buffer_weight is not None:
             self._buffer_weight = self._buffer_weight * part
 
@@ -308,29 +310,30 @@ class PeriodicAveraging(LoopStrategy):
         return items, counted, numbers
 
     def _forms(self, optimizer: Optimizer, parameters: Sequence[Tensor]) -> dict[tuple[int, str], _Form]:
-        """What some replica has as state, by the parameter's number and the state's key, in one order. Collective."""
+        """(number of the parameter, key) -> form, for the optimizer state of all replicas. The order is the same on all
+        replicas. Collective."""
         own = {
             (number, key): _Form.of(value)
             for number, p in enumerate(parameters)
             for key, value in sorted(optimizer.state.get(p, {}).items())
             if isinstance(value, (Tensor, int, float))
         }
-        digests = collectives.gather_objects(zlib.crc32(repr(own).encode()))
+        digests = world_group().gather(zlib.crc32(repr(own).encode()))
         if len(set(digests)) == 1:
             return own
         union: dict[tuple[int, str], _Form] = {}
-        everyone: list[Any] = collectives.gather_objects({place: tuple(form) for place, form in own.items()})
+        everyone: list[Any] = world_group().gather({place: tuple(form) for place, form in own.items()})
         for other in everyone:
             union = {**{place: _Form(*form) for place, form in other.items()}, **union}
         return dict(sorted(union.items(), key=lambda entry: entry[0]))
 
 
 class _Form(NamedTuple):
-    """What a value of an optimizer's state is."""
+    """The form of a value in an optimizer's state."""
 
     shape: tuple[int, ...] | None  # None for a number
-    dtype: str  # of a number its type
-    host: bool  # whether it lies on the CPU
+    dtype: str  # for a number, the name of its type
+    host: bool  # whether the value is on the CPU
 
     @staticmethod
     def of(value: Any) -> _Form:
@@ -339,7 +342,7 @@ class _Form(NamedTuple):
         return _Form(tuple(value.shape), str(value.dtype).removeprefix("torch."), value.device.type == "cpu")
 
     def zero(self, like: Tensor) -> Any:
-        """The value on a replica that has made no update of the parameter `like`."""
+        """Zero in this form, for a replica that has not updated the parameter `like`."""
         if self.shape is None:
             return {"bool": False, "int": 0}.get(self.dtype, 0.0)
         dtype = getattr(torch, self.dtype)
@@ -349,7 +352,8 @@ class _Form(NamedTuple):
 
 
 def split(parameters: Sequence[Tensor], count: int) -> list[list[Tensor]]:
-    """Parameters in `count` runs, about equally large: each goes to the run in which its middle lies."""
+    """Split parameters in order into `count` parts of about equal size. A parameter belongs to the part that contains
+    its middle."""
     runs: list[list[Tensor]] = [[] for _ in range(count)]
     total, before = max(sum(p.numel() for p in parameters), 1), 0
     for p in parameters:

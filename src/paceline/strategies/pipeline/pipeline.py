@@ -1,30 +1,32 @@
-"""pipeline: the model cut into stages over processes, micro-batches flowing through them.
+"""pipeline: the model is split into stages over processes, and micro-batches flow through them.
 
     4 processes, stages=2        stage 0 (layers 0 to 2)       stage 1 (layers 3 to 5)
       shard 0:                   rank 0  -- activations -->    rank 1
                                          <-- gradients --
       shard 1:                   rank 2                        rank 3
 
-Phase 1, the cut, with the first micro-batch: which layers are called when shows where a stage can begin.
-Phase 2, the schedule (torch.distributed.pipelining): forwards of the micro-batches flow from stage to stage, backwards
-  flow back. Each stage runs its stretch of the user's closure (pipeline_calls.py), the last one up to the loss.
-    gpipe: all forwards, then all backwards. 1f1b: a stage's backward as early as it can be, so that it holds the
-    activations of no more micro-batches than there are stages. naive: one micro-batch after the other, and so one stage
-    after the other.
+Phase 1, the split, with the first micro-batch: the order of layer calls shows where a stage can begin.
+Phase 2, the schedule (torch.distributed.pipelining): forwards of the micro-batches run from the first stage to the
+  last, backwards in reverse. Each stage runs its part of the user's closure (pipeline_calls.py). The last stage
+  computes the loss.
+    gpipe: all forwards, then all backwards.
+    1f1b: each backward as early as possible. A stage holds activations of at most one micro-batch per stage.
+    naive: one micro-batch at a time, so only one stage computes at a time.
 Phase 3, reduce: each stage's gradients are summed over the shards (the processes that have the same stage).
-Phase 4, step: a process updates the parameters of its stage; of the others it has neither gradients, optimizer state
-  nor weights. (For evaluation and checkpoints the whole model is gathered from the stages: `stage_parameters.py`.) A
-  parameter that stands in several stages belongs to the first, which sends it on after each update.
+Phase 4, step: each process updates the parameters of its stage. It holds no weights, gradients or optimizer state of
+  other stages. (For evaluation and checkpoints the whole model is gathered from the stages: `stage_parameters.py`.) A
+  parameter that several stages use belongs to the first of them, which sends it to the others after each update.
 
-Between processes, a step: activations and their gradients at each cut; between shards, each stage's gradients, as in
-ddp. Memory per process: parameters, gradients and optimizer state of its stage; activations of its stage, of all
-micro-batches (gpipe), of as many as there are stages (1f1b), or of one (naive).
+Traffic per step: activations and their gradients between stages; each stage's gradients between shards, as in ddp.
+Memory per process: parameters, gradients and optimizer state of its stage; activations of its stage, for all
+micro-batches (gpipe), for one micro-batch per stage (1f1b), or for one micro-batch (naive).
 
 Follows Huang et al. 2019, "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism", and
-Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training" (1F1B; with one version of
-the weights, the flush of Narayanan et al. 2021, "Memory-Efficient Pipeline-Parallel DNN Training").
+Narayanan et al. 2019, "PipeDream: Generalized Pipeline Parallelism for DNN Training" (1F1B). There is only one version
+of the weights: the pipeline is flushed before each update, as in Narayanan et al. 2021, "Memory-Efficient
+Pipeline-Parallel DNN Training".
 
-torch's stages have fixed shapes, so that micro-batches of another size go through the stages in a pass of their own.
+torch's stages have fixed shapes, so micro-batches of different sizes go through the stages in separate passes.
 """
 
 from __future__ import annotations
@@ -36,8 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives
-from paceline.comm.mesh import ALONE, Mesh, OneReplica, check_size
+from paceline.comm.mesh import ALONE, Mesh, check_size
 from paceline.config import StrategySpec
 from paceline.data.batch_plan import AllMicroBatches
 from paceline.errors import ModelError, SettingError, UsageError, suggest
@@ -59,10 +60,10 @@ BALANCES = ("parameters", "cost")
 
 
 def check(size: int | None, *, stages: int, schedule: str, cut: str, balance: str) -> None:
-    """Raises SettingError for what cannot work on so many processes."""
+    """Raises SettingError for options that cannot work on this number of processes."""
     if size == 1 and cut:
         raise SettingError(
-            f"strategy pipeline: cut={cut}: this run has 1 process. Start a process for each stage, or leave cut out."
+            f"strategy pipeline: cut={cut}: this run has 1 process. Start one process per stage, or drop cut."
         )
     for name, value, known in (("schedule", schedule, SCHEDULES), ("balance", balance, BALANCES)):
         if value not in known:
@@ -76,9 +77,10 @@ def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
 
 
 class Pipeline(ClosureStrategy):
-    """stages: how many, as many as processes by default; with a divisor of their number several pipelines share each
-    global batch. schedule: gpipe, 1f1b or naive. cut: where stages begin, as numbers or names of layers ("2,4"); if
-    not given, balance: by their parameters, or by what their forward costs on the first micro-batch."""
+    """stages: number of stages, a divisor of the number of processes; default: one per process. If there are fewer
+    stages than processes, several pipelines share each global batch. schedule: gpipe, 1f1b or naive. cut: the layers at
+    which stages begin, as numbers or names ("2,4"); default: chosen by `balance`. balance: give each stage about the
+    same number of "parameters", or the same "cost" (the time of the forward of the first micro-batch)."""
 
     def __init__(
         self,
@@ -96,12 +98,12 @@ class Pipeline(ClosureStrategy):
         stages = stages or world.size
         self.mesh = mesh = Mesh(device, world.rank, {"replicate": world.size // stages, "stage": stages})
         self.plan = AllMicroBatches(mesh.shards, (mesh.shard,))
-        self.store = GradientStore(others=mesh.model)
+        self.store = GradientStore(model_parallel=mesh.model)
         self._known: set[Tensor] = set()  # the model's parameters and buffers at `prepare`
-        # None: the stages are not known yet.
+        # None before the split.
         self._stages: Stages | None = None
         self._parameters: StageParameters | None = None
-        self._sent = False  # whether all processes have the whole model, with rank 0's weights, before it is cut
+        self._sent = False  # whether all processes received the whole model with rank 0's weights before the split
         self._used = UsedParameters("pipeline", world.rank)
         self._losses = Losses(mesh, device)
         self._schedules = Schedules(mesh, device, schedule)
@@ -113,7 +115,7 @@ class Pipeline(ClosureStrategy):
         if len(models) > 1:
             names = ", ".join(type(model).__name__ for model in models)
             raise ModelError(f"strategy pipeline takes one model, not {len(models)} ({names}). Use strategy='ddp'.")
-        self.mesh.replicas = OneReplica()  # outside of a step each process computes the model alone
+        self.mesh.replicas = ALONE  # outside of a step each process computes the whole model
         new = bool(models) and not self.models
         self.models, self.optimizers = list(models), list(optimizers)
         if new:
@@ -121,39 +123,42 @@ class Pipeline(ClosureStrategy):
             self._known = {*models[0].parameters(), *models[0].buffers()}
         elif models and {*models[0].parameters(), *models[0].buffers()} != self._known:
             raise ModelError(
-                "strategy pipeline: the model has got other layers since it was prepared, and the stages do not have "
-                "them. Prepare it when it is complete."
+                "strategy pipeline: layers were added to the model after it was prepared, and the stages do not have "
+                "them. Call run.prepare when the model is complete."
             )
         if self._parameters is not None:
             self._parameters.optimizers = self.optimizers
 
     def _prepare(self, model: nn.Module) -> None:
-        """Refuses what is wrong for any examples, before anything is moved. The first micro-batch decides the cut."""
+        """Add hooks to the model, and check all that can be checked without examples. The split needs the first
+        micro-batch."""
         self._hook = model.register_forward_pre_hook(self._before_forward)
         model.register_state_dict_pre_hook(_refuse_one_stage)
         refuse_deepcopy(model, ModelError(_NO_COPY))
         check_names(model, self.cut, self.mesh.size("stage"))
 
     def _whole_before_cut(self) -> None:
-        """Someone needs the model before the first micro-batch: moves it to the device. Collective."""
+        """Before the split: give each process the whole model with rank 0's weights, on its device. Collective."""
         if self._parameters is None and not self._sent:
             send_models(self.models, self.device)
             self._sent = True
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """The user calls the model itself, as in evaluation. All processes do, since the model is gathered first."""
+        """A hook: gather the whole model when the user calls it, as in evaluation. All processes must call it."""
         if self._stages is None or not self._stages.running:
-            self.make_whole()
+            self.gather_weights()
 
     # --- the step
 
     def forward_backward(self, work: Work) -> list[list[Term]]:
-        with work.autocast():  # the stages run outside of the closure, and belong under it
+        with work.autocast():  # the stages run outside of the closure, but need its autocast
             return self._forward_backward(work)
 
     def _forward_backward(self, work: Work) -> list[list[Term]]:
         if work.model is not self.models[0]:
-            raise UsageError("strategy pipeline: forward_backward was given another model than the prepared one.")
+            raise UsageError(
+                "strategy pipeline: forward_backward got a model that is not the prepared one. Pass the prepared model."
+            )
         if self._stages is None:
             self._stages = Stages(self.models[0], self.mesh, self.device, self._schedules, self._losses)
         if self._parameters is None:
@@ -169,7 +174,7 @@ class Pipeline(ClosureStrategy):
         return padded(found, [piece for piece, _, _ in shares], work.pieces)
 
     def _cut(self, work: Work, stages: Stages) -> StageParameters:
-        """Cuts the model by the first micro-batch. This process then keeps its own stage."""
+        """Split the model with the first micro-batch. Afterwards this process holds only its stage."""
         (model,) = self.models
         for buffer in model.buffers():
             buffer.data = buffer.data.to(self.device)
@@ -185,7 +190,7 @@ class Pipeline(ClosureStrategy):
         return parameters
 
     def _shares(self, work: Work, weights: Sequence[Weight | None]) -> list[Share]:
-        """The micro-batches that have examples; where none has, one of them, since others may wait for this shard."""
+        """The micro-batches that have examples. If all are empty: the first, since other shards wait for this shard."""
         shares = []
         for piece, weight in zip(work.pieces, weights, strict=True):
             value = float(weight or 0.0)
@@ -193,11 +198,11 @@ class Pipeline(ClosureStrategy):
         return [share for share in shares if share[0].count] or shares[:1]
 
     def _summed(self, work: Work, terms: list[list[Term]], count: int) -> list[list[Term]]:
-        """After the backward: phase 3. Returns the terms of so many micro-batches, on all stages."""
+        """Phase 3: sum the gradients after the backward. Returns the terms of `count` micro-batches on all stages."""
         assert self._parameters is not None
         self._parameters.sum_tied()
         data = self.mesh.data
-        collectives.sum_all(self._used.gradients(kind_of(work.call, work.inputs), self._parameters.names, data), data)
+        data.sum_tensors(self._used.gradients(kind_of(work.call, work.inputs), self._parameters.names, data))
         return self._losses.broadcast(work.call, terms, count)
 
     @contextmanager
@@ -220,10 +225,10 @@ class Pipeline(ClosureStrategy):
         optimizer.step()
         self._parameters.share_tied()
 
-    def make_whole(self) -> None:
+    def gather_weights(self) -> None:
         self._whole_before_cut()
         if self._parameters is not None:
-            self._parameters.make_whole()
+            self._parameters.gather_weights()
 
     def holds(self, parameter: Tensor) -> bool:
         return self._parameters is None or parameter in self._parameters.names
@@ -246,26 +251,26 @@ class Pipeline(ClosureStrategy):
             self._hook.remove()
             vars(self.models[0]).pop("__deepcopy__", None)
         self._schedules.close()
-        self.store.others = ALONE
+        self.store.model_parallel = ALONE
 
 
 def _refuse_one_stage(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     if any(p.dim() == 1 and p.numel() == 0 for p in model.parameters()):
         raise UsageError(
-            "strategy pipeline: model.state_dict() on a process that has one stage of the model. On all processes call "
-            "run.export(path) for the weights, or run.save(directory) for a checkpoint."
+            "strategy pipeline: model.state_dict() was called on a process that has only one stage of the model. Call "
+            "run.export(path) for the weights, or run.save(directory) for a checkpoint, on all processes."
         )
 
 
 _NO_COPY = (
-    "strategy pipeline: a model of which each process has one stage cannot be copied with copy.deepcopy. For an "
-    "average of the weights write ema = run.ema(model, decay) in place of the copy; else use strategy='ddp', where "
-    "each process has a whole model."
+    "strategy pipeline: a model that is split into stages cannot be copied with copy.deepcopy. For an average of the "
+    "weights use ema = run.ema(model, decay) instead of the copy; otherwise use strategy='ddp', where each process has "
+    "a whole model."
 )
 
 
 def _check_buffers(model: nn.Module, stages: Sequence[nn.Module]) -> None:
-    """Raises ModelError for a buffer in several stages: what one of them writes there the others do not see."""
+    """Raises ModelError if several stages use a buffer, since a stage would not see the writes of other stages."""
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     places: dict[int, list[int]] = {}
     for part, stage in enumerate(stages):
@@ -274,6 +279,6 @@ def _check_buffers(model: nn.Module, stages: Sequence[nn.Module]) -> None:
     for number, at in places.items():
         if len(at) > 1:
             raise ModelError(
-                f"strategy pipeline: the buffer {names[number]} stands in the stages {' and '.join(map(str, at))}, "
-                "each of which would keep one of its own. Give each place its own layer, or use strategy='ddp'."
+                f"strategy pipeline: the buffer {names[number]} is in stages {' and '.join(map(str, at))}, and each "
+                "stage would change only its copy. Use a separate layer in each stage, or strategy='ddp'."
             )

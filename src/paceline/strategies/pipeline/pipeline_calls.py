@@ -1,26 +1,26 @@
-"""A pipeline's stages as stretches of the user's own closure and forward, from one call of a layer to another.
+"""Runs a pipeline stage as a part of the user's closure, from one layer call to another.
 
-Models that people bring have keyword arguments, masks that are made by values, outputs as objects, or one layer that is
-called many times. So nothing is taken apart. Each process runs the closure on the same examples, with the model's own
-code, and computes only its stage:
+Users' models may have keyword arguments, masks that depend on values, objects as outputs, or a layer that is called
+many times. So models are not taken apart: each process runs the whole closure on the same examples, and computes only
+its stage:
 
-    stage 0     computes up to the call with which stage 1 begins, and sends the input of this call; there the run ends
-    stage 1     skips the layers before (they return Absent tensors: absent.py), fills the absent input of this call
-                with what it receives, and computes from there on
-    the last    computes to the end of the closure, and so the loss
+    stage 0       computes up to the call where stage 1 begins, sends the input of this call, and ends its run
+    stage 1       skips the earlier layers (they return placeholders: placeholders.py), fills the placeholder input of
+                  this call with the received tensor, and computes this call and all that follow
+    last stage    computes to the end of the closure, including the loss
 
-Every stage computes what stands between layers (masks, positions, labels) from the examples. One tensor travels at a
-cut.
+Every stage computes the code between layers (masks, positions, labels) from the examples. One tensor is sent between
+two stages.
 
-Phase 1, once for each form of the examples: the closure runs with every parameter absent, so that nothing is computed.
-  A record has which layer is called when and what it returns, which parameters are used when, and which tensors are
-  used later. A cut is possible at the call of a layer where a single tensor is used later, and it is the layer's input.
-  A layer that needs values (it routes by them, say) computes zeros instead. A closure that needs the model's output is
-  looked at no further: all that the model returned counts as used later.
-Phase 2, the cut: by names of layers, or so that the largest stretch has as few parameters as can be (a layer that is
-  called many times counts each time).
-Phase 3, the stages' runs. A parameter that several stages use (tied weights, a layer that is called on both sides of a
-  cut) belongs to the first of them (`stage_parameters.py`).
+Phase 1, the record, once for each form of the examples (structure, shapes, dtypes): the closure runs with placeholders
+  for all parameters, so nothing is computed. The record contains the layer calls with their outputs, the uses of
+  parameters, and the possible cuts. A cut is possible at a layer call if a single earlier tensor is used later, and
+  that tensor is the layer's input. A layer that needs values (for routing, say) runs on zeros instead. If the closure
+  needs values of the model's output, recording stops, and the whole output of the model counts as used later.
+Phase 2, the cut: at layers that the user names; by default, the number of parameters in the largest stage is minimal. A
+  layer that is called in several parts of the model counts in each part.
+Phase 3, the runs of the stages. A parameter that several stages use (tied weights, or a layer that is called on both
+  sides of a cut) belongs to the first of them (`stage_parameters.py`).
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from torch import Tensor, nn
 from paceline.errors import ModelError, SettingError, UsageError, suggest
 from paceline.strategies.base import Term
 from paceline.strategies.kit.outputs import holds, mapped
-from paceline.strategies.pipeline.absent import (
-    Absent,
-    AbsentParameters,
+from paceline.strategies.pipeline.placeholders import (
+    Placeholder,
+    PlaceholderParameters,
     ValuesNeededError,
-    absent,
     form,
+    placeholder,
     restoring_buffers,
 )
 from paceline.torch_private.core import COMPILED_CALL, NormBase, compiled_call, parameters_of, plain_call, version_of
 
 Call = tuple[int, int]
-"""A module's number in `named_modules`, and which of its calls in a run of the closure, from 1 on."""
+"""(number of the module in `named_modules`, number of its call in a run of the closure, from 1)."""
 END = float("inf")
 
 
 class Span(NamedTuple):
-    """A recorded call of a module. Time is the number of operations with absent tensors so far."""
+    """A recorded call of a module. Time is the number of operations on placeholders so far."""
 
-    start: float  # time of its begin
+    start: float  # time of its start
     end: float  # time of its end
-    inner: Counter[int]  # module -> its calls within this call, itself included
-    given: list[tuple[tuple[int, ...], torch.dtype]]  # forms of its absent arguments
-    output: Any  # what it returned, with a form in the place of each absent tensor; None: it cannot be skipped
+    inner: Counter[int]  # module -> number of its calls within this call, including this call
+    given: list[tuple[tuple[int, ...], torch.dtype]]  # forms of its placeholder arguments
+    output: Any  # the returned value, with a form in place of each placeholder; None: the call cannot be skipped
 
 
 class _Form:
-    """In the place of a tensor. argument: the index of the call's absent argument that it is (-1: none)."""
+    """The form of a returned tensor. argument: if the call returned a placeholder argument, its index; otherwise -1."""
 
     __slots__ = ("argument", "device", "dtype", "shape")
 
@@ -75,12 +75,12 @@ class _Form:
 
 
 class Cut(NamedTuple):
-    """A call at which a stage can begin."""
+    """A call where a stage can begin."""
 
     call: Call
-    name: str  # of the layer; with #n where it is called several times
+    name: str  # name of the layer; with #n if the layer is called several times
     at: float  # time of the call
-    where: int | str  # the argument that travels: its position, or its keyword
+    where: int | str  # the argument that is sent: its position, or its keyword
     shape: tuple[int, ...]  # of this argument
     dtype: torch.dtype
 
@@ -89,13 +89,13 @@ class Record(NamedTuple):
     """The result of phase 1."""
 
     spans: dict[Call, Span]
-    cuts: list[Cut]  # the possible ones, in order
-    uses: list[tuple[float, Tensor]]  # time, parameter
-    written: set[Tensor]  # buffers that were written to
+    cuts: list[Cut]  # the possible cuts, in order
+    uses: list[tuple[float, Tensor]]  # (time, parameter) of each use of a parameter
+    written: set[Tensor]  # buffers that were changed
 
 
 class _Ended(BaseException):
-    """Ends a run where the stage has computed its output. Not an Exception, which the user's code may catch."""
+    """Ends a run once the stage has computed its output. Not an Exception, which the user's code may catch."""
 
     def __init__(self, output: Tensor) -> None:
         super().__init__()
@@ -111,33 +111,33 @@ class _Run:
 
 
 class Calls:
-    """A model whose calls of modules can be recorded and skipped, and at which a run can begin or end."""
+    """Intercepts a model's module calls. It can record or skip them, and a run can begin or end at a call."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model = model
         self.names = dict(enumerate(name for name, _ in model.named_modules()))
         self._modules = dict(enumerate(model.modules()))
         self._device = device
-        self._absent = {id(p): absent(p.shape, p.dtype, device) for p in model.parameters()}
-        self._by_absent = {id(self._absent[id(p)]): p for p in model.parameters()}
-        for one in self._absent.values():
+        self._placeholders = {id(p): placeholder(p.shape, p.dtype, device) for p in model.parameters()}
+        self._by_placeholder = {id(self._placeholders[id(p)]): p for p in model.parameters()}
+        for one in self._placeholders.values():
             one.of_parameter = True
         self._run: _Run | None = None
         self._compiled: dict[nn.Module, Any] = {}
 
     @property
     def running(self) -> bool:
-        """Whether the closure is being run for a stage, or recorded."""
+        """Whether the closure is running for a stage, or for a record."""
         return self._run is not None
 
     @contextmanager
     def intercepted(self) -> Iterator[None]:
-        """Within the block the closure may be run for a stage, or recorded. What a layer that was compiled calls is not
-        seen."""
+        """Within the block the closure may run for a stage, or for a record. Calls inside a compiled layer are not
+        intercepted."""
         self._compiled = {m: compiled_call(m) for m in self._modules.values() if compiled_call(m) is not None}
         within = {inner for m in self._compiled if m is not self.model for inner in m.modules() if inner is not m}
         seen = {number: m for number, m in self._modules.items() if m not in within}
-        for number, module in seen.items():  # nn.Module.__call__ calls this in place of hooks and forward
+        for number, module in seen.items():  # nn.Module.__call__ calls this instead of hooks and forward
             vars(module)[COMPILED_CALL] = partial(self._called, number, module)
         try:
             yield
@@ -155,8 +155,8 @@ class Calls:
         return run.called((number, run.counts[number]), module, args, kwargs)
 
     def _compute(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What a call of the module computes without this class; of the model, of which a stage has some layers only,
-        not compiled."""
+        """Call the module without interception. The whole model is called uncompiled, since a stage has only some of
+        its layers."""
         compiled = None if module is self.model else self._compiled.get(module)
         return (compiled or plain_call(module))(*args, **kwargs)
 
@@ -171,21 +171,21 @@ class Calls:
     # --- phase 1
 
     def record(self, compute: Callable[[], Any]) -> Record:
-        """Runs the closure with all parameters absent. Raises ModelError where it needs values."""
+        """Run the closure with placeholders for all parameters. Raises ModelError if it needs values."""
         clock = [0.0]
-        created: dict[int, float] = {}  # identity of an absent tensor -> time
-        used: dict[int, float] = {}  # and the time of its last use
-        alive: list[Absent] = []  # all, so that no identity is used twice
+        created: dict[int, float] = {}  # id of a placeholder -> time of its creation
+        used: dict[int, float] = {}  # id of a placeholder -> time of its last use
+        alive: list[Placeholder] = []  # all placeholders, so that ids stay unique
         uses: list[tuple[float, Tensor]] = []
         spans: dict[Call, Span] = {}
-        entries: list[tuple[float, Call, list[tuple[int | str, Absent]], Sequence[Call]]] = []
+        entries: list[tuple[float, Call, list[tuple[int | str, Placeholder]], Sequence[Call]]] = []
         open_calls: list[Call] = []
-        outputs: list[Any] = []  # of the model
+        outputs: list[Any] = []  # the model's outputs
 
-        def operation(inputs: Sequence[Absent], made: Sequence[Absent]) -> None:
+        def operation(inputs: Sequence[Placeholder], made: Sequence[Placeholder]) -> None:
             clock[0] += 1
             for one in inputs:
-                parameter = self._by_absent.get(id(one))
+                parameter = self._by_placeholder.get(id(one))
                 if parameter is None:
                     used[id(one)] = clock[0]
                 else:
@@ -195,7 +195,7 @@ class Calls:
                 created[id(one)] = clock[0]
 
         def called(call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
-            start, before, given = clock[0], run.counts.copy(), _absent_in(args, kwargs)
+            start, before, given = clock[0], run.counts.copy(), _placeholders_in(args, kwargs)
             entries.append((start, call, given, tuple(open_calls)))
             inside = len(entries)
             open_calls.append(call)
@@ -211,9 +211,9 @@ class Calls:
                 del entries[inside:]
                 run.counts = before.copy()
                 output = self._of_zeros(run, module, args, kwargs)
-                made: list[Absent] = []
-                mapped(output, Absent, made.append)
-                operation([*(one for _, one in given), *(self._absent[id(p)] for p in module.parameters())], made)
+                made: list[Placeholder] = []
+                mapped(output, Placeholder, made.append)
+                operation([*(one for _, one in given), *(self._placeholders[id(p)] for p in module.parameters())], made)
             finally:
                 open_calls.pop()
             if module is self.model:
@@ -227,14 +227,14 @@ class Calls:
 
         versions = {buffer: version_of(buffer) for buffer in self.model.buffers()}
         norms = [m for m in self._modules.values() if isinstance(m, NormBase) and m.training]
-        for norm in norms:  # in training one would communicate with other replicas
+        for norm in norms:  # a batch norm in training mode would communicate with other replicas
             norm.training = False
         try:
             with (
                 torch.random.fork_rng(devices=[]),
                 restoring_buffers(list(versions)),
                 torch.no_grad(),
-                AbsentParameters(self._absent, operation),
+                PlaceholderParameters(self._placeholders, operation),
                 self._running(called) as run,
             ):
                 try:
@@ -242,7 +242,7 @@ class Calls:
                 except ValuesNeededError:
                     if not outputs:
                         raise
-                    mapped(outputs, Absent, lambda one: used.update({id(one): END}))
+                    mapped(outputs, Placeholder, lambda one: used.update({id(one): END}))
                     terms = []
                 written = {buffer for buffer, before in versions.items() if version_of(buffer) != before}
         finally:
@@ -251,7 +251,7 @@ class Calls:
         for norm in norms:
             written |= set(norm.buffers(recurse=False))
         for term in terms:
-            if type(term.value) is Absent:
+            if type(term.value) is Placeholder:
                 used[id(term.value)] = END
         lives = sorted((moment, used[key], key) for key, moment in created.items() if key in used)
         cuts: list[Cut] = []
@@ -267,20 +267,19 @@ class Calls:
         return Record(spans, cuts, uses, written)
 
     def _of_zeros(self, run: _Run, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """What a layer returns for zeros, and of weights that are zero, with absent tensors in the place of all
-        others."""
+        """Run a layer with zeros as inputs and weights. Returns its output, with placeholders for all tensors."""
         called, modes = run.called, {inner: inner.training for inner in module.modules()}
         run.called = lambda call, inner, args, kwargs: plain_call(inner)(*args, **kwargs)
-        state = {name: _zeros(self._absent[id(p)]) for name, p in module.named_parameters()}
+        state = {name: _zeros(self._placeholders[id(p)]) for name, p in module.named_parameters()}
         state |= {name: buffer.clone() for name, buffer in module.named_buffers()}
-        args, kwargs = mapped((args, kwargs), Absent, _zeros)
+        args, kwargs = mapped((args, kwargs), Placeholder, _zeros)
         try:
             output = torch.func.functional_call(module.eval(), state, args, kwargs)
         finally:
             run.called = called
             for inner, was in modes.items():
                 inner.training = was
-        return mapped(output, Tensor, lambda one: absent(one.shape, one.dtype, one.device))
+        return mapped(output, Tensor, lambda one: placeholder(one.shape, one.dtype, one.device))
 
     # --- phase 3
 
@@ -292,9 +291,8 @@ class Calls:
         begin: Callable[[], None],
         compute: Callable[[], Any],
     ) -> Any:
-        """Runs the closure from the call `entry` (None: from its begin), with the input that was received, to the call
-        `exit` (None: to its end). Returns the input of `exit`, or what the closure returns. begin(): called at
-        `entry`."""
+        """Run the closure from the call `entry` (None: from its start), with the received input, to the call `exit`
+        (None: to its end). Returns the input of `exit`, or the closure's result. begin(): called at `entry`."""
         begun = entry is None
 
         def called(call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -307,7 +305,7 @@ class Calls:
             cut, received = entry
             if call == cut.call:
                 one = _argument(cut, args, kwargs, self.names[call[0]])
-                assert type(one) is Absent
+                assert type(one) is Placeholder
                 one.fill(received)
                 begun = True
                 begin()
@@ -330,26 +328,26 @@ class Calls:
             missed = exit if begun or entry is None else entry[0]
             assert missed is not None
             raise UsageError(
-                f"strategy pipeline: {missed.name}, with which a stage begins, was not called for these examples, and "
-                "was for earlier ones of the same form. What is called must not depend on the examples' values; or use "
-                "strategy='ddp'."
+                f"strategy pipeline: a stage begins with {missed.name}, which was called for earlier examples of the "
+                "same shapes, but not for these examples. Layer calls must not depend on the examples' values. "
+                "Otherwise use strategy='ddp'."
             )
         return result
 
     def _skip(self, run: _Run, call: Call, span: Span, args: Any, kwargs: Any) -> Any:
-        given = [one for _, one in _absent_in(args, kwargs)]
+        given = [one for _, one in _placeholders_in(args, kwargs)]
         if [form(one) for one in given] != span.given:
             raise UsageError(
-                f"strategy pipeline: {self.names[call[0]]} is called with tensors of other forms than for earlier "
-                "examples of the same form. The forms in a model must not depend on the examples' values; or use "
-                "strategy='ddp'."
+                f"strategy pipeline: {self.names[call[0]]} is called with tensors of different shapes than for "
+                "earlier examples of the same shapes. Shapes in a model must not depend on the examples' values. "
+                "Otherwise use strategy='ddp'."
             )
         run.counts.update(span.inner)
-        run.counts[call[0]] -= 1  # it was counted when it began
-        return _from_forms(span.output, given, lambda one: absent(one.shape, one.dtype, one.device))
+        run.counts[call[0]] -= 1  # already counted at its start
+        return _from_forms(span.output, given, lambda one: placeholder(one.shape, one.dtype, one.device))
 
     def zeros(self, record: Record, compute: Callable[[], Any]) -> Any:
-        """Runs the closure with zeros in place of the model's output, for what it counts."""
+        """Run the closure with zeros as the model's output, to get the counts of its terms."""
         within = False
 
         def called(call: Call, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -362,7 +360,7 @@ class Calls:
                 output = self._compute(module, args, kwargs)
             if outermost:
                 within = False
-                output = mapped(output, Absent, _zeros)
+                output = mapped(output, Placeholder, _zeros)
             return output
 
         with self._running(called) as run:
@@ -370,7 +368,8 @@ class Calls:
 
     @contextmanager
     def seconds(self, cuts: Sequence[Cut]) -> Iterator[list[float]]:
-        """Measures a run of the closure within the block: the seconds from cut to cut, complete at its end."""
+        """Measure the closure's run within the block. Yields a list; after the block it holds the seconds of the parts
+        between these cuts."""
         found: list[float] = []
         latest = time.perf_counter()
         places = {cut.call for cut in cuts}
@@ -390,14 +389,14 @@ class Calls:
     # --- parameters of the stretches
 
     def stretches(self, record: Record) -> list[str]:
-        """The stretches between possible cuts, by name."""
+        """The names of the parts between possible cuts: the layer with which each part begins."""
         first = next(
             (self.names[number] for number, _ in record.spans if number and parameters_of(self._modules[number])), ""
         )
         return [first or "begin", *(cut.name for cut in record.cuts)]
 
     def sizes(self, record: Record) -> list[float]:
-        """How many parameters each stretch uses."""
+        """The number of parameters that each part uses."""
         bounds = [0.0, *(cut.at for cut in record.cuts), END]
         sizes = []
         for start, end in pairwise(bounds):
@@ -406,7 +405,7 @@ class Calls:
         return sizes
 
     def holdings(self, record: Record, chosen: Sequence[Cut]) -> list[nn.Module]:
-        """For each stage a module with the parameters that it uses, and the buffers of its layers."""
+        """For each stage, a module with the parameters that it uses and the buffers of its layers."""
         bounds = [0.0, *(cut.at for cut in chosen), END]
         parts = []
         for start, end in pairwise(bounds):
@@ -424,14 +423,14 @@ class Calls:
         return parts
 
     def lacking(self, record: Record, start: Cut | None, end: Cut | None, kept: Collection[Tensor]) -> list[str]:
-        """Names of the parameters that the stretch between two cuts uses and that are not in `kept`."""
+        """Names of the parameters that are used between two cuts but are not in `kept`."""
         begin, until = 0.0 if start is None else start.at, END if end is None else end.at
         missing = {id(p) for at, p in record.uses if begin < at <= until and p not in kept}
         return [name for name, p in self.model.named_parameters() if id(p) in missing]
 
     @contextmanager
-    def absent_parameters(self, kept: Collection[Tensor]) -> Iterator[None]:
-        """Within the block all parameters that are not in `kept` are absent: code between layers may name them."""
+    def placeholder_parameters(self, kept: Collection[Tensor]) -> Iterator[None]:
+        """Within the block, placeholders replace parameters outside `kept`, since code between layers may read them."""
         replaced = [
             (module, name, p)
             for module in self._modules.values()
@@ -439,7 +438,7 @@ class Calls:
             if p is not None and p not in kept
         ]
         for module, name, p in replaced:
-            parameters_of(module)[name] = self._absent[id(p)]
+            parameters_of(module)[name] = self._placeholders[id(p)]
         try:
             yield
         finally:
@@ -448,30 +447,31 @@ class Calls:
 
 
 def places_of(model: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any) -> list[str]:
-    """The layers with which stages of this model can begin, for `cut`, found with one batch. Nothing is computed."""
+    """The layers with which stages of this model can begin, as names for `cut`. Runs the closure on one batch, without
+    computing."""
     calls = Calls(model, torch.device("cpu"))
     terms: list[Term] = []
 
     def compute() -> list[Term]:
-        mapped(loss_fn(model, batch), Absent, lambda one: terms.append(Term(one, None)))
+        mapped(loss_fn(model, batch), Placeholder, lambda one: terms.append(Term(one, None)))
         return terms
 
     with calls.intercepted():
         return calls.stretches(calls.record(compute))
 
 
-def _zeros(one: Absent) -> Tensor:
+def _zeros(one: Placeholder) -> Tensor:
     return torch.zeros(one.shape, dtype=one.dtype, device=one.device, requires_grad=one.dtype.is_floating_point)
 
 
-def _absent_in(args: Any, kwargs: Any) -> list[tuple[int | str, Absent]]:
-    """The arguments that are absent tensors, and their places."""
-    found: list[tuple[int | str, Absent]] = [(i, one) for i, one in enumerate(args) if _is_absent(one)]
-    return found + [(key, one) for key, one in kwargs.items() if _is_absent(one)]
+def _placeholders_in(args: Any, kwargs: Any) -> list[tuple[int | str, Placeholder]]:
+    """The arguments that are placeholders, with their positions or keywords."""
+    found: list[tuple[int | str, Placeholder]] = [(i, one) for i, one in enumerate(args) if _is_placeholder(one)]
+    return found + [(key, one) for key, one in kwargs.items() if _is_placeholder(one)]
 
 
-def _is_absent(one: Any) -> bool:
-    return type(one) is Absent and one.value is None
+def _is_placeholder(one: Any) -> bool:
+    return type(one) is Placeholder and one.value is None
 
 
 def _argument(cut: Cut, args: Any, kwargs: Any, name: str) -> Tensor:
@@ -482,25 +482,25 @@ def _argument(cut: Cut, args: Any, kwargs: Any, name: str) -> Tensor:
         tensor = None
     if not isinstance(tensor, Tensor) or form(tensor) != (cut.shape, cut.dtype):
         raise UsageError(
-            f"strategy pipeline: {name} is called with {tensor if tensor is None else form(tensor)} and was with "
-            f"{(cut.shape, cut.dtype)} for earlier examples of the same form. The forms in a model must not depend on "
-            "the examples' values; or use strategy='ddp'."
+            f"strategy pipeline: {name} is called with {tensor if tensor is None else form(tensor)}, but was called "
+            f"with {(cut.shape, cut.dtype)} for earlier examples of the same shapes. Shapes in a model must not depend "
+            "on the examples' values. Otherwise use strategy='ddp'."
         )
     return tensor
 
 
-def _as_forms(output: Any, given: Sequence[Absent]) -> Any:
-    """The output with forms in place of absent tensors. None where it has values of these examples, which others need
-    anew: a tensor that is not absent, or a number."""
+def _as_forms(output: Any, given: Sequence[Placeholder]) -> Any:
+    """The output with a form in place of each placeholder. None if the call cannot be skipped: the output has no
+    placeholder, or it has a real tensor or a number, which must be computed again for other examples."""
     places = {id(one): number for number, one in enumerate(given)}
     forms = 0
 
-    def as_form(one: Absent) -> Any:
+    def as_form(one: Placeholder) -> Any:
         nonlocal forms
         forms += 1
         return _Form(one, places.get(id(one), -1))
 
-    found = mapped(output, Absent, as_form)
+    found = mapped(output, Placeholder, as_form)
     return found if forms and not holds(found, (Tensor, int, float)) else None
 
 
@@ -525,7 +525,7 @@ def form_of(batch: Any) -> Any:
 
 
 def check_names(model: nn.Module, cut: str, stages: int) -> None:
-    """Raises SettingError or ModelError for a cut that is wrong for any examples."""
+    """Raises SettingError for an invalid `cut`, or ModelError for too few layers. Needs no examples."""
     layers = [
         name for name, module in model.named_modules() if name and next(iter(module.parameters()), None) is not None
     ]
@@ -543,12 +543,12 @@ def check_names(model: nn.Module, cut: str, stages: int) -> None:
             continue
         near = suggest(name, layers) if len(layers) <= 12 else _nearest(name, layers)
         raise SettingError(
-            f"strategy pipeline: cut={cut!r}: the model has no layer {part!r} with which a stage could begin. {near}"
+            f"strategy pipeline: cut={cut!r}: the model has no layer {part!r} at which a stage could begin. {near}"
         )
     if parts and len(parts) != stages - 1:
         raise SettingError(
-            f"strategy pipeline: cut={cut!r}: {stages} stages need {stages - 1} places where a new one begins, in "
-            f"order: names of layers, such as {layers[len(layers) // 2]}."
+            f"strategy pipeline: cut={cut!r}: {stages} stages need {stages - 1} split point(s), in order: names of "
+            f"layers, such as {layers[len(layers) // 2]}."
         )
 
 

@@ -1,4 +1,4 @@
-"""The choice among the calls of layers at which a pipeline can cut a model."""
+"""Chooses the layer calls at which a pipeline splits a model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from paceline.errors import ModelError, SettingError
 
 
 def boundaries(names: Sequence[str], stages: int, cut: str, sizes: Sequence[float]) -> list[int]:
-    """Where the stages begin, with 0 first and the number of units last. cut: "2,4", or names of units; if not given,
-    so that the largest sum of `sizes` in a stage is as small as can be. Raises SettingError or ModelError."""
+    """The number of each stage's first unit, from 0, followed by the number of units. names, sizes: of all units, which
+    are the parts between possible cuts. cut: "2,4", or names of units; if empty, the largest sum of `sizes` in a stage
+    is minimized. Raises SettingError or ModelError."""
     if len(names) < stages:
         raise ModelError(
-            f"strategy pipeline: the model has {len(names)} layers that can stand in different stages "
+            f"strategy pipeline: the model has {len(names)} layers that can be in different stages "
             f"({', '.join(names[:8])}), too few for {stages} stages. Set stages, or start fewer processes."
         )
     if cut:
@@ -21,24 +22,24 @@ def boundaries(names: Sequence[str], stages: int, cut: str, sizes: Sequence[floa
         whole = [0, *starts, len(names)]
         if len(starts) != stages - 1 or any(a >= b for a, b in pairwise(whole)):
             raise SettingError(
-                f"strategy pipeline: cut={cut!r}: {stages} stages need {stages - 1} places where a new one begins, in "
-                f"order, from 1 to {len(names) - 1}, or names of: {', '.join(names)}."
+                f"strategy pipeline: cut={cut!r}: {stages} stages need {stages - 1} split point(s), in order: "
+                f"numbers from 1 to {len(names) - 1}, or names of: {', '.join(names)}."
             )
         return whole
     return balanced(sizes, stages)
 
 
 def _number(names: Sequence[str], text: str) -> int:
-    by_number = names == [str(number) for number in range(len(names))]  # as an nn.Sequential's are named
+    by_number = names == [str(number) for number in range(len(names))]  # the names in an nn.Sequential
     if text in names and not (text.isdigit() and by_number):
         return names.index(text)
     return int(text) if text.isdigit() else -1
 
 
 def balanced(sizes: Sequence[float], stages: int) -> list[int]:
-    """Cuts `sizes` in order into parts, none empty, the largest sum of which is as small as can be."""
+    """Split `sizes` in order into nonempty parts such that the largest sum of a part is minimal."""
     count, before = len(sizes), [0.0, *accumulate(sizes)]
-    # best[n]: (the largest sum, where the parts begin) of the first n, cut into as many parts as rounds were made
+    # best[n]: (largest sum, starts of the parts) for the first n sizes, split into `part` parts after each round
     best: list[tuple[float, list[int]]] = [(before[n] if n else float("inf"), [0]) for n in range(count + 1)]
     for part in range(2, stages + 1):
         best = [

@@ -1,4 +1,4 @@
-"""torch's pipeline schedules (torch.distributed.pipelining) of one stage."""
+"""Runs this process's pipeline stage with torch's schedules (torch.distributed.pipelining)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from paceline.comm.mesh import Mesh
 
 T = TypeVar("T")
 
-_MOST = 4  # schedules that are kept: each has buffers for what it receives
+_MOST = 4  # number of schedules to keep, since each has receive buffers
 
 
 class Schedules:
-    """The schedules of this process's stage, by number and form of the micro-batches. name: gpipe, 1f1b or naive."""
+    """This process's schedules: one for each number and form of micro-batches. name: gpipe, 1f1b or naive."""
 
     def __init__(self, mesh: Mesh, device: torch.device, name: str) -> None:
         self._mesh, self._device, self._name = mesh, device, name
         self._made: dict[Any, Any] = {}
-        self._loss: Callable[[Tensor, Tensor], Tensor] | None = None  # of the run under way
+        self._loss: Callable[[Tensor, Tensor], Tensor] | None = None  # the loss function of the current run
 
     @property
     def first(self) -> bool:
@@ -33,7 +33,7 @@ class Schedules:
         return self._mesh.coordinate("stage") == self._mesh.size("stage") - 1
 
     def passes(self, group: Sequence[T]) -> Iterator[Sequence[T]]:
-        """Micro-batches of one form that go through the stages together."""
+        """Split micro-batches of one form into parts that go through the stages together."""
         size = 1 if self._name == "naive" else len(group)
         for start in range(0, len(group), size):
             yield group[start : start + size]
@@ -41,11 +41,11 @@ class Schedules:
     def run(
         self, stage: nn.Module, forms: tuple[Tensor, Tensor], count: int, loss: Callable[[Tensor, Tensor], Tensor]
     ) -> None:
-        """Forwards and backwards of `count` micro-batches.
+        """Run forwards and backwards of `count` micro-batches.
 
-        stage: called with what the stage before sends (on the first stage, with the number of the micro-batch), and
-        `number`. forms: tensors on "meta", as the stage receives and sends them. loss: on the last stage, of its output
-        and the number.
+        stage: called with the tensor from the previous stage, and with the micro-batch's number as `number`. On the
+        first stage both are the number. forms: two tensors on "meta", in the forms of the tensors that the stage
+        receives and sends. loss: on the last stage, called with the stage's output and the number.
         """
         self._loss = loss
         numbers = torch.arange(count)

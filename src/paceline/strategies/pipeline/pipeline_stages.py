@@ -1,6 +1,6 @@
-"""The stages of a pipeline, which is cut between calls of layers (`pipeline_calls.py`).
+"""The stages of a pipeline, which is split between layer calls (`pipeline_calls.py`).
 
-All stages of a data shard have the same examples. So each makes the same records of them, without communication.
+All stages of a shard have the same examples, so they make the same records without communication.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives
-from paceline.comm.mesh import Mesh
-from paceline.comm.replicas import ProcessReplicas
-from paceline.data.batch_plan import Piece
+from paceline.comm.mesh import Mesh, world_group
+from paceline.data.bundle import Piece
 from paceline.errors import ModelError, PacelineError, UsageError
 from paceline.strategies.base import Term, Work
 from paceline.strategies.pipeline.pipeline_calls import Calls, Cut, Record, form_of
@@ -26,14 +24,15 @@ from paceline.strategies.pipeline.pipeline_schedule import Schedules
 from paceline.strategies.pipeline.stage_parameters import StageParameters
 
 LOSS = torch.float32
-"""The dtype in which a stage gives its loss to torch's schedule, which starts a gradient of 1 from it."""
+"""The dtype of the loss that the last stage passes to torch's schedule. The schedule's backward starts with a gradient
+of 1."""
 
 MOST_RECORDS = 256
-"""Forms of examples that are remembered."""
+"""Number of records to keep. Each form of examples needs a record."""
 
 
 class Stages:
-    """The stages, seen from one process."""
+    """Splits a model into stages, and runs this process's stage."""
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, device: torch.device, schedules: Schedules, losses: Losses
@@ -42,9 +41,9 @@ class Stages:
         self._schedules, self._losses = schedules, losses
         self._calls = Calls(model, device)
         self._records: dict[Any, Record] = {}  # by the form of the examples, the mode and the backward call
-        self._used: list[set[Tensor]] = []  # of each stage, the parameters that it keeps
-        self._checked: dict[int, Record] = {}  # records whose stages use no others; by id
-        self._chosen: list[Cut] = []  # where stages 1, 2, ... begin, in the first record
+        self._used: list[set[Tensor]] = []  # for each stage, the parameters that it keeps
+        self._checked: dict[int, Record] = {}  # id -> record whose stages need only kept parameters
+        self._chosen: list[Cut] = []  # the cuts of the first record at which stages 1, 2, ... begin
         self._stage = _Stage()
 
     @property
@@ -54,8 +53,8 @@ class Stages:
     # --- the cut
 
     def cut(self, work: Work, cut: str, by_cost: bool) -> list[nn.Module]:
-        """Chooses where the stages begin, by the first micro-batch. Returns for each stage a module of its parameters
-        and buffers. Raises ModelError or SettingError."""
+        """Choose where the stages begin, with the first micro-batch. Returns a module for each stage, with the stage's
+        parameters and buffers. Raises ModelError or SettingError."""
         with self._calls.intercepted():
             return self._cut(work, cut, by_cost)
 
@@ -65,18 +64,19 @@ class Stages:
         names = self._calls.stretches(record)
         if not record.cuts:
             raise ModelError(
-                f"strategy pipeline: the forward of {type(self._model).__name__} has no call of a layer before which a "
-                "single tensor is all that is needed later. Make it of blocks that are called one after the other, "
-                "each with what the one before returned, or use another strategy, such as ddp."
+                f"strategy pipeline: the forward of {type(self._model).__name__} has no layer call at which only a "
+                "single tensor is needed later. Build it from blocks that are called one after the other, each with "
+                "the result of the previous one, or use another strategy, such as ddp."
             )
         sizes = self._seconds(work, piece, record) if by_cost and not cut else self._calls.sizes(record)
         where = boundaries(names, self._mesh.size("stage"), cut, sizes)
-        chosen = collectives.broadcast_object([record.cuts[start - 1].call for start in where[1:-1]])
+        chosen = world_group().broadcast([record.cuts[start - 1].call for start in where[1:-1]])
         by_call = {found.call: found for found in record.cuts}
         if not by_call.keys() >= set(chosen):
             raise ModelError(
-                "strategy pipeline: processes with other examples find other places for a cut. Let the model call its "
-                "layers alike for all examples, or use strategy='ddp'."
+                "strategy pipeline: the layer calls at which the model can be split differ between ranks, because "
+                "their examples differ. Call the same layers in the same order for all examples, or use "
+                "strategy='ddp'."
             )
         self._chosen = [by_call[call] for call in chosen]
         parts = self._calls.holdings(record, self._chosen)
@@ -95,24 +95,24 @@ class Stages:
         return self._records[key]
 
     def _seconds(self, work: Work, piece: Piece, record: Record) -> list[float]:
-        """Seconds of each stretch's forward on rank 0, the least of a few trials, in evaluation mode."""
+        """Seconds of each part's forward on rank 0: the minimum of a few trials, in evaluation mode."""
         modes = {module: module.training for module in self._model.modules()}
         trials = []
         for _ in range(3 if self._mesh.rank == 0 else 0):
             with torch.no_grad(), on_one_stage(), torch.random.fork_rng(devices=[]):
                 self._model.eval()
-                with self._calls.seconds(record.cuts) as told:
+                with self._calls.seconds(record.cuts) as seconds:
                     work.compute(self._model, piece, self._device)
-                trials.append(told)
+                trials.append(seconds)
         for module, was in modes.items():
             module.training = was
-        sizes: list[float] = collectives.broadcast_object([min(times) for times in zip(*trials, strict=True)])
+        sizes: list[float] = world_group().broadcast([min(times) for times in zip(*trials, strict=True)])
         return sizes
 
     # --- the step
 
     def compute(self, work: Work, shares: Sequence[Share], key: int, parameters: StageParameters) -> list[list[Term]]:
-        """Forwards and backwards of the micro-batches. Returns their terms, on the last stage."""
+        """Run forwards and backwards of the micro-batches. Returns their terms on the last stage, otherwise []."""
         with self._calls.intercepted():
             return self._compute(work, shares, key, parameters)
 
@@ -123,7 +123,7 @@ class Stages:
         for record in records:
             self._check(record)
         parameters.free_others()
-        with self._calls.absent_parameters(parameters.used):
+        with self._calls.placeholder_parameters(parameters.used):
             inverse = {}
             if self._schedules.last:
 
@@ -136,7 +136,7 @@ class Stages:
 
                 inverse = self._losses.inverse_counts(work, groups, counted)
             terms: list[list[Term]] = []
-            with mesh.computing(ProcessReplicas(mesh.layers)):
+            with mesh.computing(mesh.layers):
                 for group, record in zip(groups, records, strict=True):
                     for chosen in self._schedules.passes(group):
                         terms += self._pass(work, chosen, record, key, inverse)
@@ -145,13 +145,13 @@ class Stages:
     def _pass(
         self, work: Work, group: Sequence[Share], record: Record, key: int, inverse: dict[int, Tensor]
     ) -> list[list[Term]]:
-        """Runs micro-batches of one form through the stages. Returns their terms, on the last stage."""
+        """Run micro-batches of one form through the stages. Returns the same as `compute`."""
         part = self._mesh.coordinate("stage")
         entry, exit = self._all_ends(record)[part : part + 2]
         found: list[list[Term]] = []
 
         def reseed() -> None:
-            # Each stage draws other numbers. Before it begins, the closure's own draws are the same on all stages.
+            # Each stage draws different random numbers. Before the stage begins, draws are the same on all stages.
             seed(torch.default_generator.initial_seed() ^ part * 0x9E3779B97F4A7C15 % 2**63, self._device)
 
         def run(received: Tensor, number: int) -> Tensor:
@@ -170,14 +170,14 @@ class Stages:
         forms = (_meta(entry, torch.int64), _meta(exit, LOSS))
         try:
             self._schedules.run(self._stage, forms, len(group), _sum_of_loss)
-        except RuntimeError as error:  # torch wraps what a stage's forward raises
+        except RuntimeError as error:  # torch wraps errors of a stage's forward
             if isinstance(error.__cause__, (PacelineError, TypeError, ValueError)):
                 raise error.__cause__ from None
             raise
         return found
 
     def _check(self, record: Record) -> None:
-        """Raises UsageError, on all stages, where one of them would use a parameter that it does not keep."""
+        """Raises UsageError on all stages if a stage would use a parameter that was not kept for it at the split."""
         if id(record) in self._checked:
             return
         ends = self._all_ends(record)
@@ -186,28 +186,27 @@ class Stages:
             if lacking:
                 raise UsageError(
                     f"strategy pipeline: this call uses {', '.join(lacking[:3])} in stage {part}, which did not use it "
-                    "in the first call, by which the model was cut. Let every call use what the first one uses, or use "
+                    "in the first call, when the model was split. Use the same parameters in every call, or use "
                     "strategy='ddp'."
                 )
         self._checked[id(record)] = record
 
     def _all_ends(self, record: Record) -> list[Cut | None]:
-        """The calls at which stages begin and end, for examples of this form; None for the begin of the closure and
-        for its end."""
+        """The calls where stages begin and end, for examples of this form. The closure's start and end are None."""
         by_call = {cut.call: cut for cut in record.cuts}
         ends: list[Cut | None] = [None, *(by_call.get(cut.call) for cut in self._chosen), None]
         missing = [cut.name for cut, found in zip(self._chosen, ends[1:-1], strict=True) if found is None]
         if missing:
             raise UsageError(
-                f"strategy pipeline: a stage begins with {missing[0]}, and for these examples this is no place where a "
-                "single tensor is all that is needed later, as it was for the first ones. Let the model call its "
-                "layers alike for all examples, or use strategy='ddp'."
+                f"strategy pipeline: a stage begins with {missing[0]}, but for these examples, unlike the first, more "
+                "than one tensor is needed after it. Call the same layers in the same order for all examples, or use "
+                "strategy='ddp'."
             )
         return ends
 
 
 def _meta(cut: Cut | None, dtype: torch.dtype) -> Tensor:
-    """A tensor on "meta" of what travels at a cut; where there is no cut, of a number of this dtype."""
+    """A "meta" tensor with the form of the tensor that is sent at a cut. Without a cut: shape (1,) and this dtype."""
     shape, dtype = ((1,), dtype) if cut is None else (cut.shape, cut.dtype)
     return torch.empty(shape, dtype=dtype, device="meta").requires_grad_(dtype.is_floating_point)
 
@@ -219,7 +218,7 @@ def _sum_of_loss(loss: Tensor, _: Tensor) -> Tensor:
 class _Stage(nn.Module):
     """The module that torch's schedule calls."""
 
-    run: Callable[[Tensor, int], Tensor]  # (what was received, number of the micro-batch) -> what is sent
+    run: Callable[[Tensor, int], Tensor]  # (received tensor, number of the micro-batch) -> tensor to send
 
     def forward(self, received: Tensor, number: Tensor) -> Tensor:
         return self.run(received, int(number))

@@ -1,9 +1,9 @@
-"""The parameters of a pipeline's stages, and the whole model where it is needed.
+"""Keeps the parameters of one pipeline stage, and gathers the whole model when it is needed.
 
 Each parameter has one owner, the first stage that uses it. While a pipeline trains, a process has the weights,
-gradients and optimizer state of its own stage. Parameters of other stages are empty tensors, so that reading one is an
-error and gives no old value. `make_whole`, which all processes call together, broadcasts all weights and buffers from
-their owners; a process then holds the whole model until the next step.
+gradients and optimizer state of its stage. Parameters of other stages are empty tensors, so reading one raises an error
+instead of returning an outdated value. `gather_weights` broadcasts all weights and buffers from their owners.
+Each process then holds the whole model until the next step. All processes call it together.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives
-from paceline.comm.mesh import Mesh
+from paceline.comm.mesh import Mesh, world_group
 from paceline.strategies.kit.named_parameters import load_replicated, named_state, parameter_names, replicated_state
 from paceline.strategies.kit.unused_parameters import check_copies
 
 
 class StageParameters:
-    """The parameters, seen from one process. stages: modules that have each stage's parameters and buffers."""
+    """The parameters of this process's stage. stages: for each stage, a module with its parameters and buffers."""
 
     def __init__(self, model: nn.Module, stages: Sequence[nn.Module], mesh: Mesh, device: torch.device) -> None:
         self._model, self._mesh, self._device = model, mesh, device
@@ -32,26 +31,26 @@ class StageParameters:
             for p in module.parameters():
                 users[p].append(number)
             buffers |= dict.fromkeys(module.buffers(), number)
-        self._owner = {p: using[0] if using else 0 for p, using in users.items()}  # stage 0 owns unused ones
+        self._owner = {p: using[0] if using else 0 for p, using in users.items()}  # stage 0 owns the unused
         stage = mesh.coordinate("stage")
         # The parameters that this stage uses; other stages may own some of them.
         self.used = {p for p, using in users.items() if stage in using or self._owner[p] == stage}
         self._tied = [p for p, using in users.items() if len(using) > 1]  # used by several stages
         self._forms = {p: (p.shape, p.stride()) for p in users}
         owners = self._owner | buffers
-        # Of each stage, the parameters and buffers that it owns.
+        # For each stage, the parameters and buffers that it owns.
         self._tensors = [[t for t, owner in owners.items() if owner == n] for n in range(mesh.size("stage"))]
-        # This process's own parameters -> their names.
+        # The parameters that this process's stage owns -> their names.
         self.names = {p: name for p, name in parameter_names([model]).items() if self._owner[p] == stage}
         self._whole = True  # whether this process holds the whole model
 
     def receive(self) -> None:
-        """Moves rank 0's weights to the device, stage by stage, so that one stage beside the own one is there at
-        most."""
+        """Receive rank 0's weights stage by stage, so that the device never holds more than one stage besides this
+        process's stage."""
         for tensors in self._tensors:
             for tensor in tensors:
                 tensor.data = tensor.data.to(self._device)
-            collectives.broadcast_tensors(tensors)
+            world_group().broadcast_tensors(tensors)
             self._empty(tensors)
         self._whole = False
 
@@ -61,7 +60,7 @@ class StageParameters:
                 tensor.data = tensor.data.new_empty(0)
 
     def free_others(self) -> None:
-        """Before a step: frees what belongs to other stages."""
+        """Before a step: free the weights and the optimizer state of other stages."""
         if not self._whole:
             return
         for tensors in self._tensors:
@@ -72,8 +71,8 @@ class StageParameters:
         self._whole = False
 
     @torch.no_grad()
-    def make_whole(self) -> None:
-        """Brings all weights and buffers to all processes. Collective."""
+    def gather_weights(self) -> None:
+        """Send all weights and buffers to all processes. Collective."""
         if self._whole:
             return
         for part, tensors in enumerate(self._tensors):
@@ -81,38 +80,38 @@ class StageParameters:
                 if tensor in self._owner and tensor not in self.used:
                     shape, stride = self._forms[tensor]
                     tensor.data = torch.empty_strided(shape, stride, dtype=tensor.dtype, device=self._device)
-            collectives.broadcast_tensors(tensors, src=self._mesh.at(stage=part), group=self._mesh.group("stage"))
+            self._mesh.group("stage").broadcast_tensors(tensors, src=self._mesh.at(stage=part))
         self._whole = True
 
     # --- parameters that several stages use
 
     @torch.no_grad()
     def sum_tied(self) -> None:
-        """After a backward: the owner gets the sum of the stages' gradients."""
+        """After a backward: sum the gradients of each tied parameter over the stages. Only the owner keeps the sum."""
         if not self._tied:
             return
-        graded = collectives.gather_objects([p.grad is not None for p in self._tied], self._mesh.group("stage"))
-        for p, anywhere in zip(self._tied, map(any, zip(*graded, strict=True)), strict=True):
+        with_gradient = self._mesh.group("stage").gather([p.grad is not None for p in self._tied])
+        for p, anywhere in zip(self._tied, map(any, zip(*with_gradient, strict=True)), strict=True):
             if anywhere:
                 shape, _ = self._forms[p]
                 grad = p.grad if p.grad is not None else torch.zeros(shape, dtype=p.dtype, device=self._device)
-                collectives.all_reduce(grad, group=self._mesh.group("stage"))
+                self._mesh.group("stage").all_reduce(grad)
                 p.grad = grad if p in self.names else None
 
     @torch.no_grad()
     def share_tied(self) -> None:
-        """After an update: all stages that use them get the owner's weights."""
+        """After an update: send the weights of each tied parameter from the owner to all stages that use it."""
         for p in self._tied:
             shape, _ = self._forms[p]
             value = p.data if p in self.used else torch.empty(shape, dtype=p.dtype, device=self._device)
             owner = self._mesh.at(stage=self._owner[p])
-            collectives.broadcast_tensors([value], src=owner, group=self._mesh.group("stage"))
+            self._mesh.group("stage").broadcast_tensors([value], src=owner)
 
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
         check_copies(named_state(self.names, self.optimizers), self._mesh.data, [], "at a checkpoint")
-        self.make_whole()
+        self.gather_weights()
         state = replicated_state([self._model], self.optimizers)
         for optimizer in state["optimizers"]:
             optimizer["state"] = self._gathered(optimizer["state"])
@@ -124,9 +123,9 @@ class StageParameters:
         for part in range(self._mesh.size("stage")):
             mine = part == self._mesh.coordinate("stage")
             source, group = self._mesh.at(stage=part), self._mesh.group("stage")
-            found |= collectives.broadcast_object(own if mine else {}, source, group, "the state of an optimizer")
+            found |= group.broadcast(own if mine else {}, source, "the state of an optimizer")
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.make_whole()
+        self.gather_weights()
         load_replicated([self._model], self.optimizers, state)

@@ -1,4 +1,4 @@
-"""Refuses modules whose forward changes a buffer, where a process computes several shards of a reproducible run."""
+"""Refuses modules that change a buffer in their forward, if a process computes several shards of a reproducible run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline.torch_private.core import BatchNormBase, version_of
 
 
 def refuse_changes(models: Sequence[nn.Module]) -> list[Any]:
-    """Puts hooks around the forwards of these models' modules. Returns the handles.
+    """Add hooks that raise ModelError if a module of these models changes a buffer in its forward. Returns the handles.
 
-    Batch norm's buffers are alike on all shards, or set anew for each of them (norm/normalisation.py).
+    Batch norm is exempt: its buffers are the same on all shards, or are set for each shard (norm/normalisation.py).
     """
     handles: list[Any] = []
     for model in models:
@@ -27,12 +27,12 @@ def refuse_changes(models: Sequence[nn.Module]) -> list[Any]:
 
 
 class _Guard:
-    """Of one module. What a shard leaves in a buffer the next shard of the same process would find; a shard of another
-    process would not."""
+    """The hooks of one module. A changed buffer would affect the next shard of the same process, but no shard of
+    another process."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._before: list[tuple[int, int]] = []  # identity and version of each buffer
+        self._before: list[tuple[int, int]] = []  # id and version of each buffer before the forward
 
     def before(self, module: nn.Module, _: Any) -> None:
         self._before = [(id(buffer), version_of(buffer)) for buffer in module.buffers(recurse=False)]
@@ -40,7 +40,7 @@ class _Guard:
     def after(self, module: nn.Module, *_: Any) -> None:
         if module.training and self._before != [(id(b), version_of(b)) for b in module.buffers(recurse=False)]:
             raise ModelError(
-                f"reproducible: {self._name} ({type(module).__name__}) changes a buffer in its forward, which then "
+                f"reproducible: {self._name} ({type(module).__name__}) changes a buffer in its forward, so the buffer "
                 "depends on which shards a process computes. Use a layer without such state (GroupNorm or LayerNorm "
-                "in place of running statistics), put it into evaluation mode, or leave reproducible out."
+                "instead of running statistics), put it into evaluation mode, or drop reproducible."
             )

@@ -1,22 +1,23 @@
-"""central_storage: parameters and optimizer state live on the CPU, and are computed with on one or more devices.
+"""central_storage: parameters and optimizer state are on the CPU; one or more devices compute with them.
 
-Phase 1, forward and backward on every device, as data_parallel does it (replica_set.py): the gradients come together on
-  the first device, in the script's own model, where they can be clipped and looked at.
-Phase 2, step, in: gradients go to the CPU.
-Phase 3, step, update: the optimizer updates the masters there (replicated.py); its state is there too.
-Phase 4, step, out: masters go to the first device, whose model then evaluates with them; from there to the others when
-  the next global batch begins.
+Phase 1, forward and backward on every device, as in data_parallel (replica_set.py). The gradients are summed in the
+  script's model on the first device, where the script can read and clip them.
+Phase 2, step: the gradients are copied to the CPU.
+Phase 3, step: the optimizer updates the master weights on the CPU (named_parameters.py), where its state is too.
+Phase 4, step: the master weights are copied to the first device, which also evaluates. The other devices receive them
+  when the next global batch begins.
 
-Between devices, a step: gradients once to the CPU, weights once from it; and for each further device as data_parallel.
-Memory: per device parameters and gradients; on the CPU parameters, gradients and optimizer state, the first two pinned
-where the device is an accelerator, in flat pieces of about 25 MB that travel as one.
-Follows tf.distribute.experimental.CentralStorageStrategy, and with one device ZeRO-Offload's placement (Ren et al.
-2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"), without its overlap.
+Traffic between devices per step: gradients once to the CPU, and weights once from the CPU; for each further device, the
+same as in data_parallel. Memory: parameters and gradients on each device; parameters, gradients and optimizer state on
+the CPU. Parameters and gradients on the CPU are in flat buckets of about 25 MB. Each bucket is sent in one copy, and is
+in pinned memory if the device is an accelerator.
+Follows tf.distribute.experimental.CentralStorageStrategy. With one device, the placement is that of ZeRO-Offload (Ren
+et al. 2021, "ZeRO-Offload: Democratizing Billion-Scale Model Training"), without its overlap.
 
 A script may write to its model's weights between steps (an EMA swapped in, load_state_dict, p.data.clamp_()). The
-masters follow. A write that autograd counts changes the tensor's version; any other changes its norm, which the device
-computes when weights have come out and again when gradients go in. Norms travel with the gradients, for which the CPU
-waits anyway.
+masters are then updated too. A write that autograd counts changes the tensor's version. Any other write changes the
+tensor's norm: the device computes norms when weights arrive and again when gradients leave. Norms are sent with the
+gradients, so they cause no extra wait.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.collectives import buckets
 from paceline.comm.devices import flatten, unflatten
+from paceline.comm.group import buckets
 from paceline.data.batch_plan import one_shard
 from paceline.strategies.base import Backward, LoopStrategy, backward_here
 from paceline.strategies.kit.named_parameters import in_place_of, load_replicated, replicated_state
@@ -44,19 +45,19 @@ _HOST = torch.device("cpu")
 
 
 def check(size: int | None, *, devices: str) -> None:
-    """Raises SettingError for several processes, or for devices that cannot be."""
+    """Raises SettingError for several processes, or for invalid devices."""
     check_devices("central_storage", size, devices)
 
 
 class CentralStorage(ReplicaStrategy, LoopStrategy):
-    """devices: such as "cuda:0" or "cuda:0,cuda:1"; all accelerators of this machine if not given."""
+    """devices: such as "cuda:0" or "cuda:0,cuda:1"; default: all accelerators of this machine."""
 
     name = "central_storage"
 
     def __init__(self, world: World, device: torch.device, *, devices: str = "") -> None:
         check(world.size, devices=devices)
         super().__init__(world, device, devices=devices)
-        if len(self.devices) == 1:  # then the loop form works too
+        if len(self.devices) == 1:  # then run.backward works too, without a closure
             self.plan = one_shard(1, 0)
         self._masters: dict[Tensor, Tensor] = {}
         self._buckets: list[_Bucket] = []
@@ -84,7 +85,7 @@ class CentralStorage(ReplicaStrategy, LoopStrategy):
         try:
             norms = [bucket.fetch(own) for bucket in buckets_of_own]
             for bucket, now in zip(buckets_of_own, norms, strict=True):
-                bucket.follow(bucket.written(now))  # the first of these waits until everything has come to the CPU
+                bucket.follow(bucket.written(now))  # the first call waits until everything has arrived on the CPU
             with torch.enable_grad(), in_place_of(optimizer, self._masters):
                 optimizer.step(*args, **kwargs)
         finally:
@@ -95,7 +96,7 @@ class CentralStorage(ReplicaStrategy, LoopStrategy):
 
     @torch.no_grad()
     def _make_masters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes masters for parameters that have none, and moves state of parameters to their masters."""
+        """Make missing masters, and move optimizer state from parameters to their masters."""
         new = [p for group in optimizer.param_groups for p in group["params"] if p not in self._masters]
         for positions in buckets(new):
             bucket = _Bucket([new[i] for i in positions])
@@ -117,7 +118,7 @@ class CentralStorage(ReplicaStrategy, LoopStrategy):
         self.replicas.mark_stale()
 
     def close(self) -> None:
-        """Optimizers get their state back, which stays on the CPU."""
+        """Move optimizer state from the masters back to the parameters. The state stays on the CPU."""
         for optimizer in self.optimizers:
             for p, master in self._masters.items():
                 if master in optimizer.state:
@@ -132,7 +133,8 @@ _STATE_METHODS = ("state_dict", "load_state_dict")
 
 
 def _state_of_masters(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor, Tensor]) -> None:
-    """Lets a script call these two itself: within them the optimizer has the masters, to which its state belongs."""
+    """Let scripts call the optimizer's state_dict and load_state_dict. During a call the optimizer holds the masters,
+    which have the state."""
 
     def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +148,7 @@ def _state_of_masters(optimizer: torch.optim.Optimizer, masters: Mapping[Tensor,
 
 
 def _laid_out_as(values: dict[str, Any], master: Tensor) -> dict[str, Any]:
-    """State for a master. Fused optimizers go through memory in its order, without looking at strides."""
+    """Make a master's state contiguous, since fused optimizers process memory in order and ignore strides."""
     for key, value in values.items():
         if isinstance(value, Tensor) and value.shape == master.shape and not value.is_sparse:
             values[key] = value.contiguous()
@@ -154,7 +156,7 @@ def _laid_out_as(values: dict[str, Any], master: Tensor) -> dict[str, Any]:
 
 
 class _Bucket:
-    """Parameters of one dtype on one device, and their masters, flat on the CPU."""
+    """Parameters of one dtype on one device, and their masters in flat CPU memory."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.parameters = list(parameters)
@@ -164,17 +166,17 @@ class _Bucket:
         self._weights, self._gradients = torch.empty(total, **options), torch.empty(total, **options)
         self.masters: list[Tensor] = [nn.Parameter(part) for part in unflatten(self._weights, parameters)]
         for p, master in zip(parameters, self.masters, strict=True):
-            vars(master).update(vars(p))  # marks that optimizers look at
-        # When parameters and masters were last equal: stamps and norms of the parameters, versions of the masters.
+            vars(master).update(vars(p))  # attributes that optimizers read
+        # When parameters and masters were last equal: the parameters' stamps and norms, the masters' versions.
         self._stamps: dict[Tensor, Stamp] = {}
         self._norms = torch.empty(0)
         self._versions: list[int] = []
-        self._fetched: set[Tensor] = set()  # parameters whose gradients the last `fetch` has brought
+        self._fetched: set[Tensor] = set()  # parameters with a gradient in the last `fetch`
         self.follow(self.parameters)
 
     def fetch(self, own: set[Tensor]) -> Tensor:
-        """Enqueues copies of these parameters' gradients to the CPU. Returns the norms of the weights, on the device.
-        Waits for sparse gradients only."""
+        """Enqueue copies of these parameters' gradients to the CPU. Returns the norms of the weights, on the device.
+        Waits only for sparse gradients."""
         parts = unflatten(self._gradients, self.parameters)
         grads = [p.grad if p in own else None for p in self.parameters]
         self._fetched = {p for p, grad in zip(self.parameters, grads, strict=True) if grad is not None}
@@ -193,12 +195,12 @@ class _Bucket:
         return norms_of(self.parameters)
 
     def written(self, norms: Tensor) -> list[Tensor]:
-        """The parameters to which the script has written since `send`."""
+        """The parameters that the script has written to since `send`."""
         moved = (norms != self._norms).tolist()
         return [p for p, other in zip(self.parameters, moved, strict=True) if other or stamp_of(p) != self._stamps[p]]
 
     def follow(self, parameters: Sequence[Tensor]) -> None:
-        """Copies these parameters' values into their masters."""
+        """Copy these parameters' values into their masters."""
         chosen = set(parameters)
         for p, master in zip(self.parameters, self.masters, strict=True):
             if p in chosen:
@@ -208,14 +210,14 @@ class _Bucket:
             self._note()
 
     def send(self) -> None:
-        """Copies updated masters into the parameters. Waits for nothing: the next update writes to masters only after
-        gradients have come in the same stream."""
+        """Copy updated masters into the parameters, without waiting. This is safe: the next update writes to the
+        masters only after gradients have arrived in the same stream."""
         parts = unflatten(self._weights.to(self._device, non_blocking=True), self.parameters)
         moved = [version_of(master) != v for master, v in zip(self.masters, self._versions, strict=True)]
         chosen = [
             (p.detach(), part)
             for p, part, other in zip(self.parameters, parts, moved, strict=True)
-            if other or p in self._fetched  # torch's fused updates are not counted as writes
+            if other or p in self._fetched  # torch's fused updates do not raise the version
         ]
         if chosen:
             foreach_copy_([p for p, _ in chosen], [part for _, part in chosen])

@@ -1,8 +1,8 @@
-"""Copies of the user's models on further devices, and the changes in the models that copies follow (replica_set.py).
+"""Copies the user's models to further devices, and updates the copies when the models change (replica_set.py).
 
-copy.deepcopy makes a copy; its memo has parameters and buffers that were made on the device directly. So tied
-parameters and models that share layers stay so. A copy's parameters may share the memory of another copy on the same
-device, or of the user's: it then has its own gradients and buffers, and no weights of its own.
+copy.deepcopy makes a copy, with a memo that already holds parameters and buffers on the device. So tied parameters stay
+tied, and models that share layers still share them. A copy's parameters may share the memory of another copy on the
+same device, or of the user's model. Such a copy has separate gradients and buffers, but no separate weights.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ def copied(
     device: torch.device,
     memory: Mapping[Tensor, Tensor] | None = None,
 ) -> tuple[dict[nn.Module, nn.Module], dict[Tensor, Tensor]]:
-    """(user's module -> copy, user's parameter -> copy), on this device. memory: the user's parameter -> the parameter
-    on this device whose memory the copy shares. Raises ModelError for a model that copy.deepcopy does not copy
-    whole."""
+    """Copy models to a device. Returns (user's module -> copy, user's parameter -> copy).
+
+    memory: user's parameter -> parameter on this device that shares its memory with the copy; None: separate memory.
+    Raises ModelError for a model that copy.deepcopy cannot copy completely.
+    """
     memo: dict[int, Any] = {}
     copies = {}
     for p in parameters:
@@ -51,11 +53,11 @@ def copied(
             copy.deepcopy(model, memo)
         except Exception as error:
             raise ModelError(
-                f"{type(model).__name__} cannot be copied to {device}: copy.deepcopy says {type(error).__name__}: "
-                f"{error}. Let copy.deepcopy(model) work, or use strategy='ddp', which needs no copies."
+                f"{type(model).__name__} cannot be copied to {device}: copy.deepcopy raised {type(error).__name__}: "
+                f"{error}. Make copy.deepcopy(model) work, or use strategy='ddp', which needs no copies."
             ) from error
         for name, module in model.named_modules():
-            if compiled_call(module) is not None and id(module) in memo:  # which deepcopy leaves out
+            if compiled_call(module) is not None and id(module) in memo:  # deepcopy drops the compiled call
                 compile_module(memo[id(module)])
             its = modules[module] = memo.get(id(module), module)
             whole = its is not module and children_of(its).keys() == children_of(module).keys()
@@ -64,8 +66,8 @@ def copied(
                 for key, p in parameters_of(module).items()
             ):
                 raise ModelError(
-                    f"copy.deepcopy of {type(model).__name__} gives something that is built otherwise (in "
-                    f"{name or 'the model itself'}): its replicas would not be the same model. Use strategy='ddp'."
+                    f"copy.deepcopy of {type(model).__name__} returns a model with a different structure (at "
+                    f"{name or 'the model itself'}), so its replicas would be different models. Use strategy='ddp'."
                 )
     return modules, copies
 
@@ -77,7 +79,7 @@ def _copied_parameter(own: Tensor, device: torch.device, memory: Tensor | None) 
     else:
         its = copy.deepcopy(own)
         its.data = its.data.to(device) if memory is None else memory.data
-    vars(its).update(vars(own))  # marks that optimizers look at
+    vars(its).update(vars(own))  # attributes that optimizers read
     follow_flags(own, its)
     return its
 
@@ -87,16 +89,16 @@ def follow_flags(own: Tensor, its: Tensor) -> None:
         its.requires_grad_(own.requires_grad)
     for name in TENSOR_HOOKS:
         hooks = getattr(own, name)
-        if hooks is not getattr(its, name):  # one dictionary for both: what is added to it later acts on both
+        if hooks is not getattr(its, name):  # both share one dictionary, so a hook added later acts on both
             setattr(its, name, hooks)
 
 
 _PLAIN = (bool, int, float, str, type(None))
-"""Attributes of modules that are followed: `training`, a temperature, the p of a dropout."""
+"""Types of module attributes that are sent to copies, such as `training`, a temperature or a dropout's p."""
 
 
 class Record:
-    """A module of the user's as it was when it was copied, and its copies."""
+    """The state of a user's module when it was copied, and its copies."""
 
     def __init__(self, module: nn.Module, copies: Sequence[nn.Module]) -> None:
         self._module, self._copies, self._kind = module, copies, type(module)
@@ -108,7 +110,7 @@ class Record:
         self.note_buffers()
 
     def holds(self) -> bool:
-        """Whether the module still has the same structure."""
+        """Whether the module still has the structure that was copied."""
         module, kept = self._module, vars(self._module)
         return (
             type(module) is self._kind
@@ -136,9 +138,9 @@ class Record:
             self._buffers = self._buffers_now()
 
     def send_buffers(self, devices: Sequence[torch.device], waiting: list[tuple[Tensor, list[Tensor]]]) -> None:
-        """Sends all buffers where the script has changed any of them: torch's batch norm writes to its statistics
-        without a new version, but its count of batches shows it. Buffers that can be filled in place go to
-        `waiting`."""
+        """Send all buffers to the copies if the version of any buffer has changed. (torch's batch norm writes to its
+        statistics without a new version, but the version of its count of batches changes.) Buffers that can be filled
+        in place are added to `waiting`."""
         if not self._buffer_names or all(
             b is c and i == j for (b, i), (c, j) in zip(self._buffers_now(), self._buffers, strict=True)
         ):
@@ -154,7 +156,8 @@ class Record:
         self.note_buffers()
 
     def statistics(self, number: int | None = None) -> list[Tensor]:
-        """A batch norm's running mean and variance, where torch's own forward computes them from one shard."""
+        """A batch norm's running mean and variance, if torch's forward computes them from one shard; otherwise [].
+        number: of the copy; None: the user's module."""
         module = self._module if number is None else self._copies[number]
         own = (
             self._module.training
@@ -164,7 +167,8 @@ class Record:
         return [b for b in (module.running_mean, module.running_var) if b is not None] if own else []  # type: ignore[misc]
 
     def raise_counts(self) -> None:
-        """Sets the counts of batches to the greatest: a replica with an empty shard has counted one less."""
+        """Set all replicas' counts of batches to the maximum. A replica with an empty shard has counted one batch
+        less."""
         if self.statistics():
             counts: list[Any] = [module.num_batches_tracked for module in (self._module, *self._copies)]
             most = torch.stack([count.to(counts[0].device) for count in counts]).amax()
@@ -177,5 +181,5 @@ def _same(now: Mapping[str, Any], then: Mapping[str, Any]) -> bool:
 
 
 def _fits(its: Tensor, own: Tensor) -> bool:
-    """Whether a copy's buffer can be filled in place: a forward may have put another tensor there."""
+    """Whether a copy's buffer can be filled in place. If not, a forward has replaced it by another tensor."""
     return its.shape == own.shape and its.dtype == own.dtype and not its.requires_grad and 0 not in its.stride()

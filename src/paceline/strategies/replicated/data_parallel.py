@@ -1,18 +1,19 @@
-"""data_parallel: one process, several devices, parameter-server style: the first device serves.
+"""data_parallel: one process, several devices; the first device acts as a parameter server.
 
-Phase 1, scatter: the weights of the first device, where the user's own model is, are copied to the others: when a
-  global batch begins, and after an update within one.
-Phase 2, forward: each replica computes its own shard and its own loss, in a thread of its own. Unlike nn.DataParallel,
-  the first device gathers no outputs.
-Phase 3, backward: each replica's, in its thread, into its own gradients, over all micro-batches (replica_set.py).
-Phase 4, gather, in the last micro-batch: the replicas' gradients are added to the first device's.
-Phase 5, step: the update, on the first device.
+Phase 1, scatter: the weights of the user's model on the first device are copied to the other devices when a global
+  batch begins, and after an update within a global batch.
+Phase 2, forward: each replica computes its shard and its loss, in a separate thread. Unlike in nn.DataParallel, outputs
+  are not gathered on the first device.
+Phase 3, backward: each replica accumulates its gradients over all micro-batches, in its thread (replica_set.py).
+Phase 4, gather, in the last micro-batch: the other replicas' gradients are added to those of the first replica.
+Phase 5, step: the optimizer updates the weights on the first device.
 
-Between devices, a step: weights out and gradients in, 2 (n - 1) times their bytes, all through the first device, in
-buckets of 25 MB (comm/devices.py). Nothing waits on the host.
-Memory: parameters and gradients once per device, optimizer state once; a bucket on each side.
-Follows torch.nn.DataParallel, with the loss on the replicas (as PyTorch-Encoding's DataParallelCriterion has it), and
-with copies that are kept instead of made for each forward.
+Traffic between n devices per step: weights out and gradients in, 2 (n - 1) times the bytes of the parameters, all
+through the first device, in buckets of 25 MB (comm/devices.py). The host does not wait.
+Memory: parameters and gradients once per device, optimizer state once; while a bucket is sent, the bucket on both
+devices.
+Follows torch.nn.DataParallel, but computes the loss on the replicas (as PyTorch-Encoding's DataParallelCriterion does),
+and keeps the copies instead of making them in each forward.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from paceline.world import World
 
 
 def check(size: int | None, *, devices: str, shards: int | None = None) -> None:
-    """Raises SettingError for several processes, or for devices that cannot be. shards: of a reproducible run."""
+    """Raises SettingError for several processes, or for invalid devices. shards: number of shards of a reproducible run
+    (None: not reproducible)."""
     check_devices("data_parallel", size, devices, shards=shards)
 
 
@@ -37,7 +39,7 @@ def alone(spec: StrategySpec, device: torch.device, *, devices: str) -> tuple[St
 
 
 class DataParallel(ReplicaStrategy):
-    """devices: such as "cuda:0,cuda:1" or "cpu,cpu"; all accelerators of this machine if not given."""
+    """devices: such as "cuda:0,cuda:1" or "cpu,cpu"; default: all accelerators of this machine."""
 
     name = "data_parallel"
 

@@ -1,24 +1,24 @@
-"""torch's communication hook of ddp, where another reducer than the backend's own, or a codec, sums gradients.
+"""The communication hook of ddp, for gradients that are summed with a codec, or by a reducer other than torch's.
 
-torch's reducer calls it for each bucket as soon as its gradients are there:
+torch's reducer calls the hook for each bucket, once the bucket's gradients are ready:
 
-Phase 1: the residuals, which are what this replica has not sent of earlier gradients, are added to the bucket.
-Phase 2: reducer and codec turn the bucket into the sum over all replicas (comm/reducers.py, comm/codecs.py).
-Phase 3: when the last bucket is reduced, what was not sent becomes the new residual. Where a sum is not finite all
-  residuals stay as they were.
+Phase 1: add the residuals (the unsent part of this replica's earlier gradients) to the bucket.
+Phase 2: reducer and codec replace the bucket by the sum over all replicas (comm/reducers.py, comm/codecs.py).
+Phase 3: after the last bucket, the unsent part becomes the new residual. If a sum is not finite, all residuals keep
+  their old values.
 
-On a CPU this runs in a thread of its own, on an accelerator on a stream of its own, one bucket after the other, while
-autograd goes on with the backward. (The last bucket on a CPU is reduced where the backward would wait for it: nothing
-is left to go on with, and another thread would have to be woken.)
+Buckets are reduced one after the other while autograd continues the backward: on a CPU in a separate thread, on an
+accelerator on a separate stream. (On a CPU the last bucket is reduced in the backward's thread. This thread has nothing
+else left to do, and another thread would have to wake up.)
 
-Residuals belong to parameters, since the layout of buckets may change. A residual has the gradient's size, in float32
-where the gradient has 16 bits; while a backward runs there are two of it. Residuals are divided by the loss scale of
-fp16, which may change from step to step.
+Residuals are stored per parameter, since the bucket layout may change. A residual is as large as the gradient, in
+float32 if the gradient has 16 bits. During a backward the old and the new residual exist. Residuals are divided by
+fp16's loss scale, which may change from step to step.
 
-A checkpoint holds, by name, the sum of all replicas' residuals: the difference between the sum of all gradients so far
-and what the updates so far have applied of it. Each replica loads an equal part, so that nothing is lost on any number
-of processes. A resumed run is not the same to the last bit as one that was never stopped: rounding and top-k choose by
-what one replica holds. (PowerSGD is linear, and does not.)
+A checkpoint holds the sum of all replicas' residuals by parameter name: the sum of all gradients so far minus the part
+that updates have applied. Each replica loads an equal share, so nothing is lost on any number of processes. A resumed
+run may differ from an uninterrupted run in the last bits, since rounding and top-k depend on the residual of a replica.
+(PowerSGD is linear, so it does not differ.)
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]  # re-exported from C++
 from torch.futures import Future
 
-from paceline.comm import codec_sums, codecs, collectives
+from paceline.comm import codec_sums, codecs
 from paceline.comm.codec_sums import NativeSums
 from paceline.comm.codecs import Codec, State, Sums
+from paceline.comm.mesh import world_group
 from paceline.comm.reducers import REDUCERS
 from paceline.comm.waits import waits
 from paceline.errors import SettingError, suggest, warn
@@ -47,14 +48,15 @@ from paceline.torch_private.core import foreach_add_, foreach_div_
 from paceline.world import World
 
 DEFAULT, NATIVE = "default", "native"
-"""Reducers that are none by themselves: the default, and the backend's own all-reduce in torch's reducer."""
+"""Values of `reducer` besides the names of reducers: the default choice, and the backend's all-reduce in torch's
+reducer."""
 
 KEY = "codec"
-"""Under which a strategy's state holds what codecs kept: {"name", "residual": {name: tensor}, "q": {name: tensor}}."""
+"""Key of the codec's state in a strategy's state: {"name", "residual": {name: tensor}, "q": {name: tensor}}."""
 
 
 def check(reducer: str, codec: str) -> Codec | None:
-    """The codec that is meant. Raises SettingError for what is not known."""
+    """Parse the codec. Raises SettingError for an unknown reducer or codec, or if the two cannot work together."""
     known = (DEFAULT, NATIVE, codec_sums.SHARED_MEMORY, codec_sums.DIRECT, *REDUCERS)
     if reducer not in known:
         raise SettingError(f"strategy ddp: reducer={reducer!r} is not known. {suggest(str(reducer), known)}")
@@ -64,26 +66,26 @@ def check(reducer: str, codec: str) -> Codec | None:
         raise SettingError(f"strategy ddp: {error}") from None
     if isinstance(chosen, codecs.TopK) and reducer not in (DEFAULT, NATIVE, "ring"):
         raise SettingError(
-            f"strategy ddp: codec={codec!r} with reducer={reducer!r}: replicas choose different elements, which are "
-            "gathered and not added on the way. Use reducer=native or ring."
+            f"strategy ddp: codec={codec!r} with reducer={reducer!r}: each replica sends different elements, which "
+            "are gathered and cannot be added on the way. Use reducer=native or ring."
         )
     return chosen
 
 
 def make(strategy: Strategy, reducer: str, codec: str, world: World, device: torch.device) -> Reduction | None:
-    """None where torch's own all-reduce is what is asked for. Raises SettingError for what is not known."""
+    """Make the reduction; None: torch's all-reduce is used. Raises SettingError for an unknown reducer or codec."""
     chosen = check(reducer, codec)
     if chosen is None and (reducer == NATIVE or (reducer == DEFAULT and not _on_cpus(world, device))):
-        return None  # NCCL chooses by itself
+        return None  # NCCL chooses an algorithm
     if chosen is None and reducer == DEFAULT:
-        # By where and how many the processes are, so that a run that is done again adds in the same order.
+        # The choice depends only on the number and placement of processes, so a repeated run adds in the same order.
         shared = codec_sums.shared_memory_sums() if world.size <= codec_sums.SHARING else None
         return None if shared is None else Reduction(strategy, shared, None, world, device)
     lossy = chosen is not None and (world.size > 1 or not isinstance(chosen, codecs.Rounding))
     if lossy and world.rank == 0:
         print(
             f"paceline: codec={codec} changes the mathematics: gradients are sent with errors, which later steps "
-            "make up for. The model is not that of one device.",
+            "correct. The model differs from training on one device.",
             file=sys.stderr,
         )
     sums = codec_sums.make(NATIVE if reducer == DEFAULT else reducer, world.node, device)
@@ -91,38 +93,38 @@ def make(strategy: Strategy, reducer: str, codec: str, world: World, device: tor
 
 
 def _on_cpus(world: World, device: torch.device) -> bool:
-    """Do several processes compute on CPUs?"""
+    """Whether several processes compute on CPUs."""
     return world.size > 1 and device.type == "cpu"
 
 
 def load(reduction: Reduction | None, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
-    """Loads the residuals of a checkpoint. Where this run has no codec it warns that they are left out."""
+    """Load a checkpoint's residuals. If this run has no codec, warn that the residuals are dropped."""
     saved = state.get(KEY)
     if reduction is not None and reduction.codec is not None:
         reduction.load(saved or {"residual": {}, "q": {}}, names)
-    elif saved is not None and collectives.rank_of() == 0:
+    elif saved is not None and world_group().rank == 0:
         warn(
-            f"the checkpoint's run had codec={saved['name']}, and this one has none: the parts of gradients that it "
-            "had not sent yet are left out.",
+            f"the checkpoint was written with codec={saved['name']}, but this run has no codec. Its gradient "
+            "residuals (the parts not sent yet) are dropped.",
         )
 
 
 class Reduction:
-    """One reducer and one codec, for all buckets of all of a strategy's bucket reducers."""
+    """Sums all buckets of a strategy, with one reducer and one codec."""
 
     def __init__(self, strategy: Strategy, sums: Sums, codec: Codec | None, world: World, device: torch.device) -> None:
         self.codec = codec
         self.names: dict[Tensor, str] = {}
-        self.idle = False  # whether buckets are left as they are, without communication
+        self.idle = False  # whether buckets are left unchanged, without communication
         self._strategy, self._world, self._device = strategy, world, device
         self._sums = sums
         self._add = sums.memory.add if isinstance(sums, codec_sums.SharedMemorySums) else sums.add
         self._states: dict[Tensor, State] = {}
-        self._next: list[tuple[State, State]] = []  # of this backward: states before, states after it
-        self._finite: list[Tensor] = []  # of this backward: for each bucket, whether its sum is finite
+        self._next: list[tuple[State, State]] = []  # in this backward: (state before, state after)
+        self._finite: list[Tensor] = []  # in this backward: for each bucket, whether its sum is finite
         self._worker = _Worker() if device.type == "cpu" else None
-        self._error: BaseException | None = None  # the first of this backward, in the worker
-        self._busy = False  # whether the worker was given a bucket of this backward
+        self._error: BaseException | None = None  # the worker's first error in this backward
+        self._busy = False  # whether the worker has received a bucket in this backward
         self._stream = None if device.type == "cpu" else torch.get_device_module(device).Stream(device)
 
     @property
@@ -136,7 +138,7 @@ class Reduction:
     # --- in a backward
 
     def start(self, bucket: GradBucket) -> Future[Tensor]:
-        """The hook: returns at once where it can."""
+        """The hook. Begins to reduce a bucket. Waits only at the last bucket, on a CPU."""
         flat = bucket.buffer()
         if self._worker is None:
             return self._start_on_device(bucket)
@@ -161,7 +163,7 @@ class Reduction:
         return future
 
     def _start_on_device(self, bucket: GradBucket) -> Future[Tensor]:
-        """On an accelerator: on a stream of its own."""
+        """Reduce a bucket of an accelerator on a separate stream."""
         module = torch.get_device_module(self._device)
         future: Future[Tensor] = Future(devices=[self._device])
         assert self._stream is not None
@@ -173,8 +175,8 @@ class Reduction:
         return future
 
     def _fulfil(self, future: Future[Tensor], bucket: GradBucket) -> None:
-        """In the worker. An error is raised at the last bucket, in the thread of the backward: of one in the future DDP
-        would say that it cannot cast it to a tensor."""
+        """Reduce a bucket, in the worker. An error is raised later, at the last bucket, in the backward's thread. If
+        the future held the error, DDP would report only that the value cannot be cast to a tensor."""
         if self._error is None:
             try:
                 self._reduce(bucket)
@@ -184,7 +186,7 @@ class Reduction:
 
     @torch.no_grad()
     def _reduce(self, bucket: GradBucket) -> None:
-        flat = bucket.buffer()  # of complex gradients the real view
+        flat = bucket.buffer()  # the real view of complex gradients
         if self.codec is None:
             if flat.is_sparse:
                 assert isinstance(self._sums, NativeSums)
@@ -192,7 +194,7 @@ class Reduction:
             else:
                 self._add(flat)
             return
-        if bucket.index() == 0:  # perhaps the last backward was broken off
+        if bucket.index() == 0:  # an earlier backward may have been interrupted
             self._next, self._finite = [], []
         self._encode(flat, bucket.parameters())
         if bucket.is_last():
@@ -200,7 +202,7 @@ class Reduction:
 
     @torch.no_grad()
     def reduce_alone(self) -> None:
-        """The same in a world of one, without buckets or threads, when the backward is over."""
+        """With one process: apply the codec after the backward, without buckets or threads."""
         for p in self.names if self.codec is not None else ():
             if p.grad is not None:
                 laid = _laid_out(p, _real(p.grad))
@@ -226,7 +228,7 @@ class Reduction:
             flat.copy_(values)
 
     def _keep(self) -> None:
-        """The next states; the old ones where a sum is not finite, without a look at it on the host."""
+        """Store the new states, or keep the old states if a sum is not finite. The host does not wait."""
         finite = torch.stack(self._finite).all()
         for old, new in self._next:
             for key, value in new.items():
@@ -243,14 +245,14 @@ class Reduction:
     # --- in a checkpoint
 
     def state_dict(self, names: Mapping[Tensor, str]) -> dict[str, Any]:
-        """What is kept, summed over all replicas, under KEY; nothing without a codec. Collective."""
+        """The residuals, summed over all replicas, under KEY; empty without a codec. Collective."""
         if self.codec is None:
             return {}
         residuals, q = {}, {}
         for p, name in names.items():
             if p in self._states:
                 state = self._states[p]
-                total = collectives.all_reduce(state["residual"].clone())
+                total = world_group().all_reduce(state["residual"].clone())
                 residuals[name] = _laid_out(p, torch.empty_like(_real(p), dtype=total.dtype))
                 _in_memory_order(residuals[name]).copy_(total)
                 if "q" in state:
@@ -259,8 +261,8 @@ class Reduction:
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
-        """Loads an equal part of the residuals on each replica; also those of another codec, which are gradients that
-        were not applied yet too."""
+        """Load an equal share of the residuals on each replica. Residuals of a different codec are loaded too: they are
+        gradients that were not applied yet."""
         self._states = {}
         for p, name in names.items():
             if name not in saved["residual"]:
@@ -279,18 +281,18 @@ class Reduction:
         self._sums.close()
 
 
-# torch compares the annotation of a hook with the class; here it is text.
+# torch compares the hook's annotations with classes; here they are strings.
 Reduction.start.__annotations__.update(bucket=GradBucket, **{"return": Future[Tensor]})
 
 
 @waits("wait")
 class _Worker:
-    """A thread that does one task after the other, from the first one on. It does not keep the process from ending:
-    where a backward was broken off on this rank, it may wait for others that wait for this rank."""
+    """A thread that runs tasks in order. The first task starts it. It is a daemon thread: if a backward was interrupted
+    on this rank, the thread may wait for ranks that wait for this rank."""
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None  # a model of one bucket needs none
+        self._thread: threading.Thread | None = None  # a model with one bucket needs no thread
 
     def put(self, task: Callable[[], None]) -> None:
         if self._thread is None:
@@ -304,10 +306,10 @@ class _Worker:
     def _work(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
         while (task := tasks.get()) is not None:
             task()
-            del task  # or it would hold its bucket until the next one
+            del task  # otherwise it would hold its bucket until the next task
 
     def wait(self) -> None:
-        """Until all that it was given is done."""
+        """Wait until all tasks are done."""
         done = threading.Event()
         self.put(done.set)
         done.wait()
@@ -323,15 +325,15 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def _laid_out(parameter: Tensor, values: Tensor) -> Tensor:
-    """A copy of values in a memory layout as torch's reducer lays the parameter's gradient into a bucket: as the
-    parameter itself (channels_last), if it is dense."""
+    """Copy values into the memory layout of the parameter's gradient in torch's bucket. For a dense parameter this is
+    the parameter's layout, such as channels_last."""
     real = _real(parameter)
     laid = torch.empty_like(real, dtype=values.dtype)
     return (laid if laid.stride() == real.stride() else values.new_empty(real.shape)).copy_(values)
 
 
 def _memory_shape(parameter: Tensor) -> list[int]:
-    """Its sizes in the order in which that lies in memory: for channels_last out, height, width, in."""
+    """The parameter's sizes in memory order. For channels_last: out, height, width, in."""
     real = _real(parameter)
     strides = torch.empty_like(real, device="meta").stride()
     order = range(real.dim()) if strides != real.stride() else sorted(range(real.dim()), key=lambda i: -strides[i])

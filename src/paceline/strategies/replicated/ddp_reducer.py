@@ -1,4 +1,4 @@
-"""torch's C++ reducer, which ddp.py arms at the root of a backward, and not in a model's forward."""
+"""torch's C++ reducer, armed by ddp.py at the root of a backward instead of in a model's forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.comm import collectives
+from paceline.comm.mesh import world_group
 from paceline.errors import ModelError
 from paceline.strategies.kit.named_parameters import parameter_names
 from paceline.strategies.replicated.ddp_hook import Reduction
@@ -19,8 +19,8 @@ from paceline.torch_private.core import TENSOR_HOOKS
 
 
 def accumulate(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Gives each parameter this gradient (None: zeros) in this order, as a backward would, without the user's hooks:
-    they have been called with it, or must not be."""
+    """Accumulate these gradients (None: zeros) in this order, as a backward would. The user's hooks do not run: they
+    have already run, or must not run."""
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = None
         with _without_hooks(p):
@@ -29,7 +29,7 @@ def accumulate(parameters: Sequence[Tensor], gradients: Sequence[Tensor | None])
 
 @contextmanager
 def _without_hooks(parameter: Tensor) -> Iterator[None]:
-    """Empties the dictionaries in which torch keeps a tensor's hooks, and fills them again."""
+    """Empty the dictionaries that hold a tensor's hooks, and refill them afterwards."""
     kept = []
     for name in TENSOR_HOOKS:
         hooks = getattr(parameter, name, None)
@@ -54,7 +54,7 @@ class _AllModels(nn.Module):
 
 
 class BucketReducer:
-    """torch's C++ reducer over some parameters, in the order in which their gradients come. Made outside of a
+    """torch's C++ reducer for some parameters, in the order in which their gradients arrive. Make it outside of a
     backward."""
 
     def __init__(
@@ -69,13 +69,13 @@ class BucketReducer:
         views: bool,
         static_graph: bool,
     ) -> None:
-        """ready: the parameters. others: trainable ones that are not among them. reduction: how a bucket is summed, in
-        place of torch's own all-reduce and division by the number of replicas. used: for each trainable parameter,
-        whether it is among `ready`."""
+        """ready: the parameters to reduce, in order. others: all other trainable parameters. reduction: sums a bucket
+        in place of torch's all-reduce and division by the number of replicas. used: for each trainable parameter,
+        whether it is in `ready`."""
         self.first, self._parameters, self.others, self.used = ready[0], ready, others, used
         kept = [p.grad for p in ready]
         _check_sparse(models, ready, reduction)
-        for p in ready:  # else a reducer with views makes these gradients views of its buckets at once
+        for p in ready:  # otherwise a reducer with views would turn these gradients into views of its buckets at once
             p.grad = None
         self._ddp = DistributedDataParallel(
             _AllModels(models, set(ready)),
@@ -89,12 +89,12 @@ class BucketReducer:
             reduction.idle = True
             self._ddp.register_comm_hook(reduction, Reduction.start)
         self.arm: tuple[Callable[[], None], ...] = reducer.arming(self._ddp.reducer)
-        """Called one after the other: from here on a gradient that is ready counts towards its bucket. At the root of a
-        backward."""
+        """Call each in turn at the root of a backward: from then on a gradient that is ready counts towards its
+        bucket."""
         self.check: Callable[[], None] = partial(reducer.check_finalized, self._ddp.reducer)
-        """After a backward: raises RuntimeError where a gradient is missing that was to come."""
-        # A reducer notes the order of its first backward and then makes its buckets anew: let that be one of zeros. A
-        # static graph is recorded in a backward before that, and reduced at its end.
+        """Call it after a backward: raises RuntimeError if an expected gradient is missing."""
+        # A reducer records the order of gradients in its first backward, and then rebuilds its buckets. So run a
+        # backward with zeros. With a static graph, an earlier backward records the graph, and reduces at its end.
         zeros = [_zeros(p, gradient) for p, gradient in zip(ready, kept, strict=True)]
         if static_graph:
             self._arm()
@@ -109,7 +109,7 @@ class BucketReducer:
             reduction.idle = False
 
     def reduce(self) -> None:
-        """Sums the gradients that a backward has left while this was not armed. A parameter without one adds zeros."""
+        """Sum the gradients of a backward that ran unarmed. A parameter without a gradient adds zeros."""
         self._arm()
         accumulate(self._parameters, [p.grad for p in self._parameters])
 
@@ -119,8 +119,8 @@ class BucketReducer:
 
     def close(self) -> None:
         reducer.remove_hooks(self._ddp.reducer)
-        # The C++ reducer holds the process group, whose threads must have ended before the interpreter does: let go of
-        # it now, and not when the garbage collector comes to the cycle that a DistributedDataParallel is.
+        # The C++ reducer holds the process group, and the group's threads must end before the interpreter does. Release
+        # the group now, not when the garbage collector reaches the reference cycle of DistributedDataParallel.
         self.arm, self.check = (), lambda: None
         for name in ("reducer", "logger", "process_group"):
             setattr(self._ddp, name, None)
@@ -132,14 +132,14 @@ def _check_sparse(models: Sequence[nn.Module], parameters: Sequence[Tensor], red
         if p.grad is None or not p.grad.is_sparse:
             continue
         what = f"strategy ddp: {parameter_names(models)[p]} has a sparse gradient (nn.Embedding(sparse=True)), which"
-        if not collectives.takes_sparse(p.device):
+        if not world_group().adds_sparse(p.device):
             raise ModelError(
-                f"{what} NCCL cannot add, and it adds the gradients on {p.device}. Make the layer with sparse=False, "
+                f"{what} NCCL cannot add, and NCCL adds the gradients on {p.device}. Make the layer with sparse=False, "
                 "or train on CPUs (device='cpu')."
             )
         if reduction is not None and not reduction.takes_sparse:
             raise ModelError(
-                f"{what} this reducer or codec cannot add: use strategy='ddp' without reducer and codec, or "
+                f"{what} this reducer or codec cannot add. Use strategy='ddp' without reducer and codec, or "
                 "sparse=False."
             )
 

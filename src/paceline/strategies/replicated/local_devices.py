@@ -1,4 +1,4 @@
-"""Which devices one process computes on: the option `devices` of data_parallel, mirrored and central_storage."""
+"""The devices that one process computes on: the option `devices` of data_parallel, mirrored and central_storage."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.errors import SettingError
 
 
 def check_devices(strategy: str, size: int | None, given: str | Sequence[str], shards: int | None = None) -> None:
-    """Raises SettingError for several processes, for devices that cannot be used together, and for more devices than a
-    reproducible run has shards. Does not look at this machine's devices."""
+    """Raises SettingError for several processes, for invalid device names, and for more devices than a reproducible run
+    has shards. Does not check whether this machine has the devices."""
     if size not in (1, None):
         raise SettingError(
-            f"strategy {strategy} runs in one process, but there are {size}. Start one (--nproc 1), or use "
+            f"strategy {strategy} runs in one process, but there are {size}. Start one process (--nproc 1), or use "
             "strategy='ddp'."
         )
     names = _names(strategy, given)
@@ -26,20 +26,20 @@ def check_devices(strategy: str, size: int | None, given: str | Sequence[str], s
 
 
 def check_shards(strategy: str, devices: Sequence[Any], shards: int | None) -> None:
-    """Raises SettingError where a reproducible run (None: it is no such run) has fewer shards than devices."""
+    """Raises SettingError if a reproducible run has fewer shards than devices. shards: None if not reproducible."""
     if shards is not None and shards < len(devices):
         raise SettingError(
-            f"reproducible={shards}: a global batch is cut into {shards} shards, which the {len(devices)} devices of "
-            f"strategy {strategy} cannot share. Name at most {shards} devices, or set reproducible={len(devices)} or "
-            "more (another number gives other bits)."
+            f"reproducible={shards}: a global batch has {shards} shards, fewer than the {len(devices)} devices of "
+            f"strategy {strategy}. Name at most {shards} devices, or set reproducible={len(devices)} or more (a "
+            "different number gives different bits)."
         )
 
 
 def devices_of(strategy: str, given: str | Sequence[str], first: torch.device) -> list[torch.device]:
-    """The devices that `given` names ("cuda:0,cuda:1", "cpu+cpu", a list). Where it names none, all accelerators; or
-    the run's own device, where that is none.
+    """The devices that `given` names ("cuda:0,cuda:1", "cpu+cpu", a list). If it is empty: all accelerators, or the
+    run's device if that is not an accelerator.
 
-    first: the run's own device, where the script's own model is and evaluates. Raises SettingError.
+    first: the run's device, which has the script's model and evaluates it. Raises SettingError.
     """
     names = _names(strategy, given)
     text = ",".join(names)
@@ -53,8 +53,8 @@ def devices_of(strategy: str, given: str | Sequence[str], first: torch.device) -
         raise SettingError(f"{where} are of several types. Name devices of one type.")
     if devices[0] != (own := _with_index(first)):
         raise SettingError(
-            f"{where}: the first of them is where the script's own model is, and must be the run's device, which is "
-            f"{own}. Set device={str(devices[0])!r} too (paceline run --device {devices[0]}), or put {own} first."
+            f"{where}: the first device holds the script's model, so it must be the run's device, {own}. Set "
+            f"device={str(devices[0])!r} too (paceline run --device {devices[0]}), or put {own} first."
         )
     return devices
 
@@ -62,7 +62,7 @@ def devices_of(strategy: str, given: str | Sequence[str], first: torch.device) -
 def _names(strategy: str, given: str | Sequence[str]) -> list[str]:
     parts: Any = given.replace("+", ",").split(",") if isinstance(given, str) else given
     if not isinstance(parts, (list, tuple)) or not all(isinstance(part, (str, torch.device)) for part in parts):
-        raise SettingError(f"strategy {strategy}: devices={given!r}: names are needed, such as cuda:0,cuda:1.")
+        raise SettingError(f"strategy {strategy}: devices={given!r}: use device names, such as cuda:0,cuda:1.")
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
@@ -71,10 +71,10 @@ def _device(where: str, name: str, kind: torch.device | None, count: int) -> tor
     if device.type == "cpu":
         return torch.device("cpu")
     if kind is None or device.type != kind.type:
-        raise SettingError(f"{where}: there is no {name}, since this machine has {kind or 'no accelerator'}.")
+        raise SettingError(f"{where}: {name} does not exist: this machine has {kind or 'no accelerator'}.")
     device = _with_index(device)
     if device.index >= count:
-        raise SettingError(f"{where}: there is no {name}: {count} {kind.type} devices are visible.")
+        raise SettingError(f"{where}: {name} does not exist: {count} {kind.type} devices are visible.")
     return device
 
 
@@ -86,7 +86,7 @@ def _read(where: str, name: str) -> torch.device:
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """With its index: `cuda` is the current device."""
+    """Add a missing index: `cuda` is the current device."""
     if device.type == "cpu":
         return torch.device("cpu")
     index: int | None = device.index

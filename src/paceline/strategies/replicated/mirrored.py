@@ -1,26 +1,29 @@
-"""mirrored: one process, several devices, every variable mirrored; all replicas make the same update.
+"""mirrored: one process, several devices, every parameter copied to each device; all replicas make the same update.
 
-Phase 1, forward and backward on every device, each its own shard (replica_set.py), into its own gradients, over all
+Phase 1, forward and backward (replica_set.py): each device computes its shard, and accumulates its gradients over all
   micro-batches.
-Phase 2, all-reduce, in the last micro-batch: the replicas' gradients, laid side by side in buckets of 25 MB, become
-  their sum on every device, by `reduction`:
-    native         NCCL, all devices at once; where there is none, the sum on the first device, copied back in one pass
-    ring           in pieces around a ring, twice (comm/reducers.py)
-    hierarchical   within groups of devices that reach each other directly, the ring between the groups, and back
-    reduce_to_one  to the first by a tree, and back
-  With reproducible=V they are added in one order instead (reproducible.py), and sent to all devices before an update.
-Phase 3, step: each replica updates its own weights with an optimizer of its own, which has the class and state of the
-  script's, and takes its learning rate and all other options before each update. What an update draws is alike.
+Phase 2, all-reduce, in the last micro-batch: on every device the gradients are replaced by their sum over the replicas,
+  in buckets of 25 MB. `reduction` selects the algorithm:
+    native         NCCL, all devices at once; without NCCL, a sum on the first device, copied to the others
+    ring           pieces travel around a ring, twice (comm/reducers.py)
+    hierarchical   sums within groups of devices that reach each other directly, a ring between groups, copies back
+    reduce_to_one  sums along a tree to the first device, copies back
+  With reproducible=V the gradients are added in a fixed order instead (reproducible.py), and the sums are sent to all
+  devices before an update.
+Phase 3, step: each replica updates its weights with a separate optimizer, which has the class and state of the script's
+  optimizer. Before each update it copies the learning rate and all other options from the script's optimizer. Random
+  draws of an update are the same on all replicas.
 
-Between devices, a step: gradients. 2 (n - 1) / n of their bytes sent by each of n with the ring. Weights never travel
-after the start, unless the script writes to them.
-Memory: parameters, gradients and optimizer state once per device, and a bucket.
+Traffic between devices per step: gradients. With the ring each of n devices sends 2 (n - 1) / n of their bytes. Weights
+are not sent after the start, unless the script writes to them.
+Memory per device: parameters, gradients and optimizer state once, and a bucket.
 Follows tf.distribute.MirroredStrategy and its cross-device ops (NcclAllReduce, HierarchicalCopyAllReduce,
 ReductionToOneDevice).
 
-The script has the first replica. What it writes to weights or gradients travels to the others, where autograd counts
-the write. Another write (`p.data.clamp_()`) would let the replicas drift apart. So the norms of their weights are
-compared at every update, on an accelerator one update late; an error names parameters that differ.
+The script's model is the first replica. The script's writes to weights or gradients are sent to the other replicas if
+autograd counts them. Any other write (`p.data.clamp_()`) would let the replicas drift apart. So the norms of the
+replicas' weights are compared at every update (on an accelerator one update late). If they differ, an error names the
+parameters.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from paceline.comm.collectives import buckets
 from paceline.comm.devices import copy_tensors, flatten, sum_on_first, unflatten
 from paceline.comm.endpoints import ReplicaStopped, ThreadEndpoint, thread_endpoints
+from paceline.comm.group import buckets
 from paceline.comm.reducers import REDUCERS
 from paceline.comm.threads import ThreadTeam
 from paceline.comm.tree_sums import TreeSums
@@ -54,16 +57,16 @@ REDUCTIONS = ("native", *REDUCERS)
 
 
 def check(size: int | None, *, devices: str, reduction: str, shards: int | None = None) -> None:
-    """Raises SettingError for several processes, for devices that cannot be, and for a reduction that is unknown or, in
-    a reproducible run (of so many shards), not its own."""
+    """Raises SettingError for several processes, for invalid devices, and for a reduction that is unknown or cannot be
+    used in a reproducible run. shards: number of shards of a reproducible run (None: not reproducible)."""
     if reduction not in REDUCTIONS:
         raise SettingError(
             f"strategy mirrored: reduction={reduction!r} is not known. {suggest(str(reduction), REDUCTIONS)}"
         )
     if shards is not None and reduction != "native":
         raise SettingError(
-            f"reproducible={shards} with strategy mirrored: reduction={reduction!r}: gradients are added in the one "
-            f"order that reproducible={shards} has. Leave reduction out."
+            f"reproducible={shards} with strategy mirrored: reduction={reduction!r}: reproducible={shards} fixes the "
+            "order in which gradients are added. Drop reduction."
         )
     check_devices("mirrored", size, devices, shards=shards)
 
@@ -73,7 +76,7 @@ def alone(spec: StrategySpec, device: torch.device, *, devices: str) -> tuple[St
 
 
 class Mirrored(ReplicaStrategy):
-    """devices: such as "cuda:0,cuda:1" or "cpu,cpu"; all accelerators of this machine if not given. reduction: native,
+    """devices: such as "cuda:0,cuda:1" or "cpu,cpu"; default: all accelerators of this machine. reduction: native,
     ring, hierarchical or reduce_to_one."""
 
     name = "mirrored"
@@ -92,7 +95,7 @@ class Mirrored(ReplicaStrategy):
         super().__init__(world, device, sums, devices=devices)
         self._mirrored = self.replicas.owners
         self._reduction = reduction
-        # The replicas' team takes turns, in which a reducer's exchanges would wait for ever.
+        # The replicas' threads take turns. A reducer that waits for other replicas during a turn would wait for ever.
         self._team = ThreadTeam(len(self.devices)) if reduction != "native" else self.replicas.team
         self._mirrors: dict[torch.optim.Optimizer, list[_Mirror]] = {}
         self._hooks: list[Any] = []
@@ -101,7 +104,7 @@ class Mirrored(ReplicaStrategy):
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         for optimizer in optimizers:
-            if optimizer not in self.optimizers:  # a state that the script itself loads is mirrored anew
+            if optimizer not in self.optimizers:  # a state that the script loads must be mirrored again
                 self._hooks.append(optimizer.register_load_state_dict_post_hook(self._forget))
         super().setup(models, optimizers)
         self._drift.names = parameter_names(models)
@@ -128,10 +131,10 @@ class Mirrored(ReplicaStrategy):
         dense = []
         for p in self.replicas.copies[0]:
             everywhere = [p, *(copies[p] for copies in self.replicas.copies)]
-            graded = [q.grad for q in everywhere if q.grad is not None]
-            if any(grad.is_sparse for grad in graded):
+            with_gradient = [q.grad for q in everywhere if q.grad is not None]
+            if any(grad.is_sparse for grad in with_gradient):
                 _add_up(everywhere)
-            elif graded:
+            elif with_gradient:
                 dense.append(everywhere)
         grads = [[_grad(of_one[number]) for of_one in dense] for number in range(len(self.devices))]
         if not dense:
@@ -162,7 +165,7 @@ class Mirrored(ReplicaStrategy):
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p in self.replicas.copies[0]]
-        self._equal.note(parameters)  # clipped by now, on all replicas
+        self._equal.note(parameters)  # gradients are clipped by now, on all replicas
         step_between_hooks(optimizer, partial(self._update, optimizer, parameters))
         self._equal.forget(parameters)
 
@@ -181,7 +184,7 @@ class Mirrored(ReplicaStrategy):
         self.replicas.note_equal(parameters)
 
     def _mirrors_of(self, optimizer: torch.optim.Optimizer) -> list[_Mirror]:
-        """The optimizers of the further replicas, with the options that the script's has now."""
+        """The optimizers of the further replicas, with the current options of the script's optimizer."""
         found = self._mirrors.get(optimizer)
         pairs = list(zip(self._mirrored, self.devices[1:], strict=True))
         if found is None or any(mirror.copies is not its for mirror, (its, _) in zip(found, pairs, strict=True)):
@@ -213,15 +216,15 @@ class Mirrored(ReplicaStrategy):
 
 
 class _Mirror(NamedTuple):
-    """A further replica's optimizer."""
+    """The optimizer of a replica other than the first."""
 
     optimizer: torch.optim.Optimizer
-    copies: Mapping[Tensor, Tensor]  # the user's parameter -> the replica's
+    copies: Mapping[Tensor, Tensor]  # the user's parameter -> the replica's parameter
     device: torch.device
 
 
 class _EqualGradients:
-    """The first replica's gradients, and their versions, when all replicas had the same."""
+    """Remembers the first replica's gradients, and their versions, when all replicas last had the same gradients."""
 
     def __init__(self) -> None:
         self._known: dict[Tensor, tuple[Tensor | None, int]] = {}  # parameter -> its gradient, version
@@ -230,7 +233,7 @@ class _EqualGradients:
         self._known.update((p, _versioned(p.grad)) for p in parameters)
 
     def note_none(self, parameters: Iterable[Tensor]) -> None:
-        """The first replica alone has gradients: all of them must travel."""
+        """Record that only the first replica has gradients: all of them must be sent."""
         self._known.update((p, (None, -1)) for p in parameters)
 
     def forget(self, parameters: Sequence[Tensor]) -> None:
@@ -239,7 +242,8 @@ class _EqualGradients:
 
     @torch.no_grad()
     def send_changes(self, copies: Sequence[Mapping[Tensor, Tensor]]) -> None:
-        """Sends gradients that the script has written to or replaced since, and removes those that it has removed."""
+        """Apply the script's changes since then to the other replicas: send changed or replaced gradients, and remove
+        removed gradients."""
         changed = []
         for p, (grad, version) in self._known.items():
             now, counted = _versioned(p.grad)
@@ -260,16 +264,18 @@ class _EqualGradients:
 
 
 class _DriftCheck:
-    """Compares the replicas' weights. On an accelerator `check` raises one call later, so that nothing waits."""
+    """Compares the replicas' weights. On an accelerator `check` raises one call later, so that the host never waits."""
 
     def __init__(self) -> None:
         self.names: dict[Tensor, str] = {}
-        # On an accelerator: for each of the parameters whether replicas differ, when that has arrived on the host.
+        # On an accelerator: (for each parameter, whether replicas differ; event of the arrival of this result on the
+        # host; the parameters).
         self._pending: tuple[Tensor, torch.Event, Iterable[Tensor]] | None = None
 
     @torch.no_grad()
     def check(self, copies: Sequence[Mapping[Tensor, Tensor]], now: bool = False) -> None:
-        """Raises ModelError where weights differ: of this call, with `now` or on a CPU; of the last call, elsewhere."""
+        """Raises ModelError if weights differ. With `now`, or on a CPU, this call compares them and raises; otherwise
+        the next call raises."""
         if self._pending is not None:
             found, event, compared = self._pending
             self._pending = None
@@ -294,17 +300,17 @@ class _DriftCheck:
         names = [self.names.get(p, "?") for p, differs in zip(parameters, found.tolist(), strict=True) if differs]
         if names:
             raise ModelError(
-                f"the replicas have drifted apart in {listed(names)}: "
-                "weights or gradients were written to past autograd, as by p.data.clamp_(...) or "
-                "p.grad.data.mul_(...), which reaches the first replica only; or an update is not a function of "
-                "weights, gradient and state. Write with torch.no_grad(): p.clamp_(...) in place of .data, which is "
-                "followed; or use strategy='data_parallel', where weights are sent for every step."
+                f"the replicas differ in {listed(names)}: the script changed weights or gradients without autograd, "
+                "as with p.data.clamp_(...) or p.grad.data.mul_(...), which reaches only the first replica; or an "
+                "update depends on more than weights, gradient and state. Instead of .data write `with "
+                "torch.no_grad(): p.clamp_(...)`, which reaches all replicas. Or use strategy='data_parallel', which "
+                "sends weights for every step."
             )
 
 
 def near(devices: Sequence[torch.device]) -> list[list[int]]:
-    """For `hierarchical`: groups of devices that access each other's memory directly; two halves where all do, or
-    none."""
+    """Groups of device numbers for `hierarchical`. Devices in a group access each other's memory directly. If all
+    devices do, or none, the groups are two halves."""
     groups: list[list[int]] = []
     for i, device in enumerate(devices):
         for group in groups:
@@ -320,8 +326,8 @@ def near(devices: Sequence[torch.device]) -> list[list[int]]:
 
 
 def _reduce(reduction: str, grads: list[Tensor], endpoint: ThreadEndpoint, device: torch.device) -> Exception | None:
-    """One replica's part, in its thread. Returns its error: the first replica that fails stops the others, whose errors
-    are ReplicaStopped."""
+    """Run one replica's reduction, in its thread. Returns an error, or None. The first replica that fails stops the
+    others, which return ReplicaStopped."""
     try:
         with on_device(device):
             for positions in buckets(grads):
@@ -336,7 +342,7 @@ def _reduce(reduction: str, grads: list[Tensor], endpoint: ThreadEndpoint, devic
 
 
 def _add_up(of_one: Sequence[Tensor]) -> None:
-    """Sums a sparse gradient, on all replicas."""
+    """Replace a sparse gradient by its sum, on all replicas. of_one: one parameter, on each replica."""
     first, *others = of_one
     total = None
     for p in of_one:
@@ -350,7 +356,7 @@ def _add_up(of_one: Sequence[Tensor]) -> None:
 
 
 def _grad(parameter: Tensor) -> Tensor:
-    """The gradient; zeros, where this replica has none."""
+    """The gradient; zeros if this replica has none."""
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     return parameter.grad

@@ -1,25 +1,25 @@
 """Several replicas in one process, for data_parallel, mirrored, central_storage and reproducible runs with batch norm.
 
-The user's own models are the first replica; each further device has a copy of them. The phases of a global batch:
+The user's models are the first replica; each further device has a copy of them. The phases of a global batch:
 
-1. Follow: what the script has changed in its models goes to the copies: weights and buffers that were written to,
-   `requires_grad`, numbers such as `training` or a temperature, hooks on parameters. A model whose structure has
-   changed is copied anew.
-2. Forward: each replica runs the closure on its own shard, in its own thread. Batch norms of several replicas exchange
-   their sums between the threads (comm/threads.py).
-3. Backward: each replica's, in its thread, into its own parameters' `.grad`, over all micro-batches.
+1. Follow: the copies get the script's changes to its models: changed weights and buffers, `requires_grad`, numbers such
+   as `training` or a temperature, hooks on parameters. If the structure of a model has changed, it is copied again.
+2. Forward: each replica runs the closure on its shard, in its thread. Batch norms of several replicas exchange their
+   sums between the threads (comm/threads.py).
+3. Backward: each replica accumulates gradients in its parameters' `.grad` over all micro-batches, in its thread.
 4. Combine, in the last micro-batch: the strategy combines these gradients.
 
-Buffers that a forward changes stay each replica's own, as under ddp each rank's. But running statistics of batch norms
-by shard become their mean over the replicas, before an update.
+Buffers that a forward changes stay separate per replica, as they do per rank under ddp. But before an update, running
+statistics that batch norms compute per shard are replaced by their mean over the replicas.
 
-The threads of a process share the host's random generators (torch's, Python's and NumPy's), so replicas take turns: one
-after the other runs its closure, or its backward, with the generators in the state that is its own. On CPUs they
-compute what as many devices would, no faster. Accelerators have generators of their own and work at the same time all
-the same, since a replica's turn lasts until its work is launched; a closure that waits for a result (`.item()`) makes
-the next replica wait too. The shards of a reproducible run (reproducible.py), of which each device computes a range,
-take turns likewise. Shards on one device have parameters of their own that share one memory, so that each shard has its
-own gradients.
+The threads of a process share the host's random generators (torch's, Python's and NumPy's), so replicas take turns:
+they run their closures, or their backwards, one after the other, each with a separate generator state. On CPUs the
+results are the same as on separate devices, but training is not faster than on one. Accelerators have separate
+generators and still work in parallel, since a replica's turn ends once its work is launched. A closure that waits for a
+result (`.item()`) makes the next replica wait too.
+
+In a reproducible run (reproducible.py) each device computes a range of shards, and shards take turns in the same way.
+Shards on one device have separate parameters in the same memory, so that each shard has separate gradients.
 """
 
 from __future__ import annotations
@@ -33,10 +33,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.devices import add_tensors, copy_tensors
-from paceline.comm.mesh import Replicas, replicas_here
+from paceline.comm.group import Replicas
+from paceline.comm.mesh import replicas_here
 from paceline.comm.threads import ThreadTeam
 from paceline.comm.tree_sums import ShardReplicas, TreeSums, ranges
-from paceline.data.batch_plan import AllShards, Piece
+from paceline.data.batch_plan import AllShards
+from paceline.data.bundle import Piece
 from paceline.data.placement import move
 from paceline.errors import UsageError
 from paceline.strategies.base import Term, Weight, Work, as_gradient
@@ -47,24 +49,24 @@ from paceline.strategies.replicated.copies import Record, copied, follow_flags
 from paceline.torch_private.core import foreach_div_, foreach_norm, version_of
 
 Stamp = tuple[int, int]
-"""(version, address) of a parameter: changes with a write that autograd counts, and with `p.data = ...`."""
+"""(version, address) of a parameter. A write that autograd counts changes the version, `p.data = ...` the address."""
 
 
 class ReplicaSet:
-    """The replicas of one process. The first has the user's own models.
+    """The replicas of one process. The first replica has the user's models.
 
-    keep_weights: whether each device updates its own weights. They then travel only where the script has written to
-    them; else when `mark_stale` was called, and when a global batch begins. sums: the replicas are this process's
-    shards of a reproducible run, spread over the devices, of which there are no more than shards.
+    keep_weights: whether each device updates its weights. If so, weights are sent only after the script has written to
+    them. If not, they are sent after `mark_stale`, and when a global batch begins. sums: if given, the replicas are
+    this process's shards of a reproducible run, spread over the devices; each device has at least one shard.
     """
 
     def __init__(
         self, devices: Sequence[torch.device], *, keep_weights: bool = False, sums: TreeSums | None = None
     ) -> None:
         self.models: list[nn.Module] = []
-        # For each further replica: the user's parameter -> its own. Mutated in place, never rebound.
+        # For each further replica: the user's parameter -> the replica's parameter. Mutated in place, never rebound.
         self.copies: list[dict[Tensor, Tensor]] = []
-        # Those of `copies` that have weights in memory of their own: one for each further device. Mutated in place.
+        # The `copies` with separate weight memory: one for each further device. Mutated in place.
         self.owners: list[dict[Tensor, Tensor]] = self.copies
         self._sums = sums
         if sums is None:
@@ -79,17 +81,18 @@ class ReplicaSet:
             self.plan = AllShards(sums.shards, sums.mine)
             member = partial(ShardReplicas, sums=sums)
             self.team = ThreadTeam(len(self.devices), take_turns=True, devices=self.devices, member=member)
-        # For each of `copies`: the parameters whose memory it shares, or None.
+        # For each of `copies`: the parameters that it shares memory with, or None.
         self._memories: list[Mapping[Tensor, Tensor] | None] = []
         self._computed = False  # whether there was a forward since the last `average_statistics`
         self._keep_weights, self._all_stale = keep_weights, True
-        self._stale: set[Tensor] = set()  # the user's parameters whose copies are out of date
-        self._modules: list[dict[nn.Module, nn.Module]] = []  # for each further replica: the user's module -> its own
+        self._stale: set[Tensor] = set()  # the user's parameters with outdated copies
+        # For each further replica: the user's module -> the replica's module.
+        self._modules: list[dict[nn.Module, nn.Module]] = []
         self._records: list[Record] = []  # of all modules
-        self._stamps: dict[Tensor, Stamp] = {}  # of parameters when all replicas had the same weights
+        self._stamps: dict[Tensor, Stamp] = {}  # parameters' stamps when all replicas last had the same weights
         self._guards: list[Any] = []  # handles of hooks on parameters
         self._buffer_guards: list[Any] = []  # handles of hooks on modules
-        # Of the last backward call: its number, and whether it was one of a last micro-batch.
+        # The number of the last backward call, and whether it was in the last micro-batch of a global batch.
         self._call, self.ended = -1, True
 
     def setup(self, models: Sequence[nn.Module]) -> None:
@@ -102,15 +105,15 @@ class ReplicaSet:
         self._copy()
 
     def mark_stale(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """The first replica's weights have changed: those of this optimizer, or all. In the middle of a global batch no
-        others are sent, since graphs that wait for their backward may hold them."""
+        """Report that the first replica's weights have changed: the weights of this optimizer (None: all). Within a
+        global batch other weights are not sent, since graphs that wait for their backward may reference them."""
         if optimizer is None:
             self._all_stale = True
         else:
             self._stale.update(p for group in optimizer.param_groups for p in group["params"])
 
     def note_equal(self, parameters: Sequence[Tensor]) -> None:
-        """All replicas now have the same weights of these."""
+        """Record that all replicas now have the same weights of these parameters."""
         self._stamps.update((p, stamp_of(p)) for p in parameters)
 
     def close(self) -> None:
@@ -124,7 +127,7 @@ class ReplicaSet:
 
     @torch.no_grad()
     def follow(self, call: int) -> bool:
-        """Updates the copies from the user's models. Returns whether a global batch begins. call: see Work."""
+        """Update the copies from the user's models. Returns whether a global batch begins. call: see Work."""
         begins = self.ended and call <= self._call
         if not all(record.holds() for record in self._records):
             self._copy()
@@ -151,7 +154,7 @@ class ReplicaSet:
 
     @torch.no_grad()
     def send_written(self) -> None:
-        """Sends weights that the script has written to, before an update of all replicas."""
+        """Send weights that the script has changed, before an update of all replicas."""
         self._send([p for p, stamp in self._stamps.items() if stamp != stamp_of(p)])
 
     def _send(self, parameters: Sequence[Tensor]) -> None:
@@ -160,7 +163,7 @@ class ReplicaSet:
         self.note_equal(parameters)
 
     def _can_follow(self, own: Tensor) -> bool:
-        """Whether the copies of a parameter can hold its values; or, where memory is shared, still share it."""
+        """Whether the copies of a parameter can hold its values, and still share memory if they did before."""
         return all(
             own.shape == copies[own].shape
             and own.dtype == copies[own].dtype
@@ -169,12 +172,12 @@ class ReplicaSet:
         )
 
     def _copy(self) -> None:
-        """Copies all models anew. Parameters and modules that they share stay shared; gradients of the open global
-        batch are kept."""
+        """Copy all models again. Shared parameters and modules stay shared. Gradients of the current global batch are
+        kept."""
         before = list(self.copies)
         parameters = list(parameter_names(self.models))
         self._remove(self._guards)
-        owners: dict[int, dict[Tensor, Tensor]] = {}  # device number -> the parameters that have its memory
+        owners: dict[int, dict[Tensor, Tensor]] = {}  # device number -> the parameters that own memory on it
         if self._sums is not None:
             own = _OwnThreadOnly(parameters, self.team.replicas[0])
             self._guards += [p.register_post_accumulate_grad_hook(own) for p in parameters if p.requires_grad]
@@ -206,8 +209,8 @@ class ReplicaSet:
     # --- phases 2 to 4
 
     def forward_backward(self, work: Work, combine: Callable[[], None]) -> list[list[Term]]:
-        """ClosureStrategy.forward_backward, after `follow`. combine(): called after the backward of a last micro-batch;
-        not in a reproducible run, where step/tree_accounts.py adds gradients up."""
+        """Implements ClosureStrategy.forward_backward. Call `follow` before. combine(): called after the backward of
+        the last micro-batch, except in a reproducible run, where step/tree_accounts.py adds the gradients."""
         self._call, self.ended, self._computed = work.call, work.final, True
         shared = self._sums is not None
         streams = [_stream(device) for device in self.devices]
@@ -235,7 +238,7 @@ class ReplicaSet:
         return [[term.detached() for term in of_one] for of_one in terms]
 
     def _swapped(self, tree: Any, number: int) -> Any:
-        """A tree of the user's models or parameters, with a replica's in their places."""
+        """Replace the user's models and parameters in a tree by those of replica `number`."""
         if number == 0:
             return tree
         modules, copies = self._modules[number - 1], self.copies[number - 1]
@@ -245,7 +248,7 @@ class ReplicaSet:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Adds the copies' gradients to the first replica's, and drops them."""
+        """Add the copies' gradients to those of the first replica, and remove them from the copies."""
         for copies in self.copies:
             sources, targets = [], []
             for p, its in copies.items():
@@ -263,7 +266,8 @@ class ReplicaSet:
 
     @torch.no_grad()
     def average_statistics(self) -> None:
-        """Before an update: running statistics of batch norms by shard become their mean over the replicas."""
+        """Before an update: replace running statistics that batch norms compute per shard by their mean over the
+        replicas."""
         own = [b for record in self._records for b in record.statistics()]
         if not own or not self._computed:
             return
@@ -282,7 +286,7 @@ class ReplicaSet:
             record.note_buffers()
 
     def _add_in_order(self, sums: TreeSums, own: list[Tensor], others: list[list[Tensor]]) -> None:
-        """Sums all shards' statistics, into the first replica's; and gives all the greatest count of batches."""
+        """Sum all shards' statistics into the first replica's, and set all counts of batches to the maximum."""
         tree = sums.tree()
         for shard, its in zip(sums.mine, (own, *others), strict=True):
             tree.put(shard, [b.clone() for b in its])
@@ -299,8 +303,8 @@ def stamp_of(parameter: Tensor) -> Stamp:
 
 @torch.no_grad()
 def norms_of(parameters: Sequence[Tensor]) -> Tensor:
-    """(len(parameters),): the 2-norm of each, in float64, on their device. Norms show writes that autograd does not
-    count, as by `p.data.clamp_()`."""
+    """(len(parameters),): the 2-norm of each parameter, in float64, on the parameters' device. Norms reveal writes that
+    autograd does not count, such as `p.data.clamp_()`."""
     plain = [torch.view_as_real(p) if p.is_complex() else p for p in parameters]
     return torch.stack(foreach_norm(plain, 2, dtype=torch.float64))
 
@@ -309,8 +313,8 @@ def norms_of(parameters: Sequence[Tensor]) -> Tensor:
 
 
 class _OwnThreadOnly:
-    """A hook on the user's own parameters, which are the first shard's: refuses gradients of other shards. The copies
-    have the hook too, where it does nothing."""
+    """A hook on the user's parameters, which belong to the first shard. It raises UsageError for gradients of other
+    shards. The copies have the hook too, but it ignores their gradients."""
 
     def __init__(self, parameters: Sequence[Tensor], replica: Replicas) -> None:
         self._parameters, self._replica = set(parameters), replica
@@ -321,9 +325,9 @@ class _OwnThreadOnly:
 
 
 REACHED_FROM_OUTSIDE = (
-    "reproducible: the loss function uses parameters of a prepared model that it has not got from its first argument. "
-    "With batch norm over the global batch, and on several devices, each shard has a model of its own: use the `model` "
-    "of loss_fn(model, batch), and hand several as a tuple or dict, run.forward_backward(loss_fn, (model, other), "
+    "reproducible: the loss function uses parameters of a prepared model that are not in its first argument. With "
+    "batch norm over the global batch, and on several devices, each shard has a separate model. Use the `model` of "
+    "loss_fn(model, batch), and pass several models as a tuple or dict: run.forward_backward(loss_fn, (model, other), "
     "batch)."
 )
 
@@ -331,18 +335,19 @@ _At = tuple[torch.device, Any]
 
 
 def _stream(device: torch.device) -> Any:
-    """The stream of the caller's thread on a device, which the replicas' threads are to use."""
+    """The current stream of the calling thread on a device. The replicas' threads use it too."""
     return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes it the thread's current device, which `torch.zeros(3, device="cuda")` takes, and some kernels."""
+    """Within the block the device is the thread's current device, as `torch.zeros(3, device="cuda")` and some kernels
+    need."""
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
 
 
 @contextmanager
 def _on(number: int, at: _At) -> Iterator[None]:
-    """Within the block the replica's device and stream are current. Notes the replica on an error."""
+    """Within the block the replica's device and stream are current. Adds the replica to an error's notes."""
     device, stream = at
     try:
         with on_device(device), nullcontext() if stream is None else torch.get_device_module(device).stream(stream):
@@ -354,10 +359,10 @@ def _on(number: int, at: _At) -> Iterator[None]:
 
 
 def _forward(work: Work, model: Any, piece: Piece, number: int, at: _At, shared: bool) -> list[Term]:
-    if shared:  # the cache is the process's: the first shard that ends would empty it for the others
+    if shared:  # the process has only one cache: the first shard to finish would empty it for the others
         torch.set_autocast_cache_enabled(False)
     with _on(number, at):
-        piece.batch = move(piece.batch, at[0])  # kept: a closure may leave something in it for the next closure
+        piece.batch = move(piece.batch, at[0])  # stored, since a closure may put values into it for the next closure
         return work.compute(model, piece, at[0])
 
 
@@ -369,8 +374,8 @@ def _backward(
     at: _At,
     retain_graph: bool,
 ) -> None:
-    """Run the backward in this thread, and not in the one that autograd has for each GPU, where several replicas of a
-    GPU would wait for each other for ever. The order of additions is then that of the replica's own graph."""
+    """Run the backward in this thread. Autograd has only one thread per GPU, in which several replicas of a GPU would
+    wait for each other for ever. In this thread the replica's graph determines the order of additions."""
     pairs = [(term.value, weight) for term, weight in zip(terms, weights, strict=True) if weight is not None]
     with _on(number, at), torch.autograd.set_multithreading_enabled(False):
         torch.autograd.backward(
@@ -382,7 +387,7 @@ def _backward(
 
 
 def _counted_on(term: Term, device: torch.device) -> Term:
-    """The term, with a count that is a tensor on this device, where counts are added up."""
+    """The term, with its count moved to this device, where counts are added. A count that is a number stays as is."""
     count = term.count
     if not isinstance(count, Tensor) or count.device == device:
         return term

@@ -1,6 +1,7 @@
-"""What data_parallel, mirrored and central_storage share: one process computes several replicas (replica_set.py).
+"""The base class of data_parallel, mirrored and central_storage: one process computes several replicas
+(replica_set.py).
 
-Mirrored combines the replicas' gradients in another way. They differ in where an update is made (`step`).
+The strategies differ in where an update is made (`step`). mirrored also combines gradients differently (`combine`).
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from paceline.world import World
 
 
 def alone(name: str, spec: StrategySpec, device: torch.device, devices: str) -> tuple[StrategySpec, str]:
-    """The strategy of a run that has one device, as `strategies.alone` wants it."""
+    """The `alone` function of these strategies (strategies/__init__.py): `single` for a run with one device."""
     return as_single(name, DEVICE) if len(devices_of(name, devices, device)) == 1 else (spec, "")
 
 
 class ReplicaStrategy(ClosureStrategy):
-    """One process, a replica on each device. Before gradients are combined each replica has its own, over all
-    micro-batches."""
+    """One process with a replica on each device. Each replica accumulates its gradients over all micro-batches, until
+    the gradients are combined."""
 
     name: str  # of the strategy
     keep_weights = False  # see ReplicaSet
 
     def __init__(self, world: World, device: torch.device, sums: TreeSums | None = None, *, devices: str = "") -> None:
-        """Raises SettingError for devices that cannot be, or that are more than the shards of a reproducible run."""
+        """Raises SettingError for invalid devices, or for more devices than a reproducible run has shards."""
         self.devices = devices_of(self.name, devices, device)
         check_shards(self.name, self.devices, None if sums is None else sums.shards)
         self.replicas = ReplicaSet(self.devices, keep_weights=self.keep_weights, sums=sums)
@@ -53,7 +54,7 @@ class ReplicaStrategy(ClosureStrategy):
         return self.replicas.forward_backward(work, self.combine)
 
     def combine(self) -> None:
-        """Makes the replicas' gradients one, where the update looks for it: on the first replica."""
+        """Sum the replicas' gradients on the first replica, where the update reads them."""
         self.replicas.gather()
 
     def finish(self) -> None:

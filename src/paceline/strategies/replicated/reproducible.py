@@ -1,24 +1,28 @@
-"""reproducible=V: the same bits on any number of processes from 1 to V. It replaces `single` and `ddp`; `data_parallel`
-and `mirrored` do the same with the devices of one process (replica_set.py).
+"""reproducible=V: training gives the same bits on any number of processes from 1 to V.
 
-Phase 1, forward and backward: each global batch is cut into V shards. A process computes its shards in sequence, each
-  with the random numbers of the shard; nothing travels.
-  Batch norm over the global batch needs sums over all shards in the middle of forward and backward. The shards of a
-  process are then replicas on one device (replica_set.py), which take turns from one batch norm to the next. Between
-  processes a row for each shard travels there, in both directions.
-Phase 2: the gradient of each shard is a leaf of a binary tree over the V shards. The tree determines the order of
-  additions, wherever shards were computed (comm/tree_sums.py). After the last shard the processes complete it.
+This strategy replaces `single` and `ddp`. `data_parallel` and `mirrored` do the same with the devices of one process
+(replica_set.py).
+
+Phase 1, forward and backward: each global batch is split into V shards. A process computes its shards in sequence, each
+  shard with its random numbers; nothing is sent.
+  Batch norm over the global batch needs sums over all shards in the middle of forward and backward. Then a
+process runs each shard as a replica on one device (replica_set.py). One replica runs at a time, up to its next batch
+norm; then the next one runs. Each batch
+  norm exchanges one row per shard between processes, in the forward and in the backward.
+Phase 2: the gradient of each shard is a leaf of a binary tree over the V shards. The tree fixes the order of additions,
+  whichever process computes a shard (comm/tree_sums.py). After the last shard the processes complete the tree.
 Phase 3, step: each replica makes the same update.
 
-Between replicas: gradients, 2 (n - 1) / n of their bytes sent by each of n a step where n is a power of two or n = V,
-else up to 2 log2(V / n) + 2 times as many in the first half; after the backward and not during it. With them a number
-for each parameter says which have a gradient; reading that waits for the device, once a step.
-Memory per replica: parameters and optimizer state once; gradients twice, before and after they travel, and once more
-for each level of the tree that waits (about log2(V / n)); and a few messages of 32 MB. With batch norm over the global
-batch the activations of all V / n shards, as of one large batch, and V / n gradients and copies of the buffers.
+Traffic per step: each of n replicas sends 2 (n - 1) / n of the gradients' bytes if n is a power of two or n = V.
+Otherwise the first of the two exchanges is up to 2 log2(V / n) + 2 times as large. Gradients are sent after the
+backward, not during it. They are sent with flags that show which parameters have a gradient. Reading the flags waits
+for the device, once a step.
+Memory per replica: parameters and optimizer state once. Gradients twice, before and after they are sent, plus once for
+each waiting level of the tree (about log2(V / n) levels), plus a few messages of 32 MB. With batch norm over the global
+batch: the activations of all V / n shards at once, and V / n copies of the gradients and of the buffers.
 
-Computes what torch.nn.parallel.DistributedDataParallel does, in another order of additions: pairwise summation (Higham
-1993, "The accuracy of floating point summation").
+Computes the same as torch.nn.parallel.DistributedDataParallel, with a different order of additions: pairwise summation
+(Higham 1993, "The accuracy of floating point summation").
 """
 
 from __future__ import annotations
@@ -42,16 +46,16 @@ from paceline.world import World
 
 
 def check(size: int | None, *, shards: int) -> None:
-    """Raises SettingError for more processes than shards."""
+    """Raises SettingError if there are more processes than shards."""
     if size is not None and size > shards:
         raise SettingError(
-            f"reproducible={shards}: a global batch is cut into {shards} shards, which {size} processes cannot share. "
-            f"Start at most {shards} processes, or set reproducible={size} or more (another number gives other bits)."
+            f"reproducible={shards}: a global batch has {shards} shards, fewer than the {size} processes. Start at "
+            f"most {shards} processes, or set reproducible={size} or more (a different number gives different bits)."
         )
 
 
 class Reproducible(DDP, ClosureStrategy):
-    """shards: V."""
+    """shards: V, the number of shards per global batch."""
 
     def __init__(self, world: World, device: torch.device, *, shards: int) -> None:
         check(world.size, shards=shards)
@@ -60,7 +64,7 @@ class Reproducible(DDP, ClosureStrategy):
         self._sums = TreeSums(shards)
         most = max(stop - start for start, stop in owned)
         self.plan = one_shard(1, 0) if shards == 1 else ShardsInSequence(shards, self._sums.mine, most)
-        self._replicas: ReplicaSet | None = None  # where this process's shards need sums in the middle of a forward
+        self._replicas: ReplicaSet | None = None  # if this process's shards need sums in the middle of a forward
         self._copies: list[dict[Tensor, Tensor]] = []
         self.store = GradientStore(replicas=self._copies, sums=self._sums)
         self._hooks: list[Any] = []

@@ -1,12 +1,11 @@
-"""Updates of this process's slices by the user's optimizer, without torch's DTensor where it makes no difference.
+"""Updates this process's slices with the user's optimizer, on plain tensors instead of DTensors where possible.
 
-A master weight (sharded_state.py) is a DTensor: it has the whole parameter's shape and norm, whatever the optimizer
-does with these. It costs some 50 us an operation. An optimizer whose update of an element depends on that element alone
-makes the same update of a plain tensor, this process's rows. Those of torch.optim do so, but for the few that are not
-listed here. They are given the rows in pieces, as if each were a parameter: of one piece all operations of an update
-find the last one's result in the processor's cache. (AdamW as it comes, on 12.5 million parameters: 27 ms in place of
-101.) State of these lies in plain tensors too, and becomes DTensors while somebody looks at it: a checkpoint, or the
-optimizer's own `state_dict`.
+A master weight (sharded_state.py) is a DTensor: it has the shape and norm of the whole parameter, for optimizers that
+use them. A DTensor costs some 50 us per operation. An optimizer that updates each element independently makes the same
+update on a plain tensor of this process's rows. Such optimizers (ELEMENTWISE, most of torch.optim) get the rows in
+pieces, each like a separate parameter. Then each operation on a piece finds the previous result in the processor's
+cache. (AdamW with defaults, on 12.5 million parameters: 27 ms instead of 101.) The state of these optimizers is in
+plain tensors too, and is converted to DTensors for a checkpoint or the optimizer's `state_dict`.
 """
 
 from __future__ import annotations
@@ -40,31 +39,31 @@ ELEMENTWISE = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-"""Not classes that are derived from these: what they compute is not known."""
+"""Optimizers that update each element independently. Subclasses do not count: they may compute something else."""
 
 _PIECE = 2**17
-"""Elements of a piece, but for longer rows."""
+"""Number of elements of a piece, unless a row is longer."""
 
 
 class SliceUpdates:
-    """The masters of some parameters, which are added in the same order on all ranks."""
+    """Updates this process's rows of some parameters. All ranks must add parameters in the same order."""
 
     def __init__(
         self, mesh: Mesh, memory: Callable[[Tensor], Tensor], gradient_rows: Callable[[Tensor], Tensor]
     ) -> None:
-        """memory: of a parameter, the whole tensor that an update writes to. gradient_rows: of a parameter that has a
-        gradient, those of it that this process updates by."""
+        """memory: parameter -> the whole tensor that an update writes to. gradient_rows: parameter -> the rows of its
+        gradient that this process uses."""
         self._mesh = mesh
         self._memory, self._gradient_rows = memory, gradient_rows
         self._pieces: dict[Tensor, list[Tensor]] = {}  # parameter -> its rows here, in the master's memory
-        # parameter -> rows of a gradient, and the pieces of that: most steps have the same ones
+        # parameter -> (rows of its gradient, their pieces); cached, since most steps have the same tensors
         self._gradients: dict[Tensor, tuple[Tensor, list[Tensor]]] = {}
-        self._closing = ExitStack()  # what `close` is to undo
+        self._closing = ExitStack()  # callbacks for `close`
         self._looked_at = False  # whether all state is in DTensors, for a checkpoint
 
     @cached_property
     def masters(self) -> Masters:
-        """Of all parameters. Made when they are first needed: to load torch's DTensor takes 40 MB and half a second."""
+        """The masters of all parameters. Made on first use: loading torch's DTensor takes 40 MB and half a second."""
         from paceline.strategies.kit.pickling import PickleGuard
         from paceline.strategies.kit.sharded_state import Masters
 
@@ -84,14 +83,14 @@ class SliceUpdates:
                 self.masters.add(parameter)
 
     def _rows(self, whole: Tensor) -> Tensor:
-        """Those that this process updates, as Masters cuts them. Of a scalar the scalar."""
+        """The rows that this process updates, split as in Masters. A scalar is returned whole."""
         if not whole.dim():
             return whole
         first, last = dtensor.rows_of(whole.size(0), self._mesh.shard, self._mesh.shards)
         return whole[first:last]
 
     def register(self, optimizer: torch.optim.Optimizer) -> None:
-        """Cuts the state that the optimizer has, and, until `close`, what a script loads into it. The optimizer's own
+        """Split the optimizer's state and, until `close`, state that a script loads into it. The optimizer's
         `state_dict` then holds DTensors."""
         if type(optimizer) not in ELEMENTWISE:
             self.masters.register(optimizer)
@@ -119,14 +118,14 @@ class SliceUpdates:
         self._closing.close()
 
     def update(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        """The optimizer's step on slices. args, kwargs: of its `step`."""
+        """Run the optimizer's step on slices. args, kwargs: for its `step`."""
         if type(optimizer) not in ELEMENTWISE:
             self.masters.update(optimizer)
             return
         own = [group["params"] for group in optimizer.param_groups]
         updated = [p for group in own for p in group if p.grad is not None and p in self._pieces]
         for p in updated:
-            if not p.dim() and p.data_ptr() != self._pieces[p][0].data_ptr():  # p.data was set anew
+            if not p.dim() and p.data_ptr() != self._pieces[p][0].data_ptr():  # the script assigned p.data
                 self._pieces[p] = [_with_state_of(self._pieces[p][0], p.detach(), optimizer)]
             rows = self._gradient_rows(p)
             if p not in self._gradients or self._gradients[p][0] is not rows:
@@ -146,7 +145,7 @@ class SliceUpdates:
 
     @contextmanager
     def looked_at(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-        """Within the block all state belongs to the masters, and what is cut is DTensors."""
+        """Within the block all state belongs to the masters, and sharded state is in DTensors."""
         for optimizer in optimizers:
             self._as_dtensors(optimizer)
         self._looked_at = True
@@ -189,7 +188,7 @@ class SliceUpdates:
                 optimizer.state[piece] = {key: parts[number] for key, parts in cut.items()}
 
     def _here(self, value: Tensor) -> Tensor:
-        """This process's rows of a tensor of a parameter's shape."""
+        """This process's rows of a tensor with a parameter's shape."""
         return dtensor.local(value) if dtensor.is_sharded(value) else self._rows(value).clone()
 
     def _whole(self, rows: Tensor, parameter: Tensor, master: Tensor) -> Tensor:
@@ -207,24 +206,25 @@ class SliceUpdates:
 
 
 def _is_cut(key: str, value: Any, parameter: Tensor) -> bool:
-    """Whether it is of the parameter's elements, and not a counter (sharded_state.py, shard_optimizer_state)."""
+    """Whether a state value belongs to the parameter's elements, and is not a counter (sharded_state.py,
+    shard_optimizer_state)."""
     return isinstance(value, Tensor) and not (not value.dim() and (parameter.dim() > 0 or key == "step"))
 
 
 def _cut(rows: Tensor) -> list[Tensor]:
-    """The pieces of these rows: the same rows for each tensor of one shape."""
+    """Split rows into pieces. Tensors of the same shape are split in the same way."""
     if not rows.dim():
         return [rows]
     return list(rows.split(max(1, _PIECE // max(1, rows[0].numel()) if len(rows) else 1)))
 
 
 def _own(value: Any) -> Any:
-    """Of a counter, which an update changes in place, a copy for each piece."""
+    """A copy of a counter. Each piece needs a separate copy, since an update changes counters in place."""
     return dtensor.local(value).clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
 def _with_state_of(before: Tensor, now: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    """The tensor that follows another one, with its state."""
+    """Move optimizer state from the tensor `before` to the tensor `now`. Returns `now`."""
     if before in optimizer.state:
         optimizer.state[now] = optimizer.state.pop(before)
     return now

@@ -1,31 +1,32 @@
-"""parameter_server: parameters and optimizer state live on servers, and workers compute gradients.
+"""parameter_server: servers hold parameters and optimizer state, and workers compute gradients.
 
-The first ranks are workers, the last `servers` are servers. Each server owns whole parameters, about as many bytes as
-any other. A server runs the script up to `prepare` and serves there (servers/), on the CPU: N accelerators are for N
-workers. The process group, through which all find each other, is gloo's. From the first `prepare` on the workers have
-one of their own (Mesh.narrow), for what the run and the script sum and gather.
+The last `servers` ranks are servers, the other ranks are workers. Each server owns whole parameters, balanced by bytes.
+A server runs the script up to `prepare`, and then serves requests (servers/). It uses the CPU, so N accelerators are
+for N workers. All ranks find each other through a gloo process group. From the first `prepare` on, the workers have a
+separate group (Mesh.narrow) for collectives of the run and the script.
 
-mode=sync, all workers in step, a step:
+A step with mode=sync, all workers in lockstep:
 
-  1. backward of the last micro-batch: each worker pushes its shard's gradients to their owners. When all have come, the
+  1. backward of the last micro-batch: each worker pushes its shard's gradients to their owners. After all pushes, the
      servers add them in rank order, and answer with the sums: `.grad` is the mean over the global batch.
-  2. step: each worker sends its share of the gradients, as clipping or the script left them, back to their owners. When
-     all have come, each server makes the update with the user's optimizer, and answers with the weights.
+  2. step: after clipping and other changes by the script, each worker sends its share of the gradients back to their
+     owners. After all shares have arrived, each server makes the update with the user's optimizer, and answers with the
+     weights.
 
-mode=async, workers not in step: a global batch is cut into as many chunks as there are workers, and server 0 hands them
-out as workers come free. A worker computes the mean over its chunk, pushes the gradient, and each server updates at
-once, with the settings (learning rate) that came with it; the weights come back with the answer. `staleness=s`: a
-gradient is dropped, and its chunk handed out again, where more than s updates have been made since its weights were
-read; servers know which gradients of a chunk they have applied, so that each counts once.
+mode=async, workers not in lockstep: a global batch is split into one chunk per worker, and server 0 assigns chunks to
+free workers. A worker computes the mean over its chunk and pushes the gradient. Each server updates at once, with the
+settings (such as the learning rate) that were sent with the gradient, and answers with the weights. `staleness=s`: if
+more than s updates were made since a gradient's weights were read, the gradient is dropped, and its chunk is assigned
+again. Servers record which gradients of a chunk they have applied, so that none is applied twice.
 
-A worker or a server that is lost ends the run.
+A lost worker or server ends the run.
 
-Between processes, a step of W workers, G bytes of gradients, P of weights: in sync, for each worker, G (1 + 1/W) up
-and G + P down; in async, for each chunk, G up and P down. Each of k servers carries 1/k of that of all workers. Memory:
-in each worker weights and gradients; on the servers together weights, optimizer state and, in sync, all workers'
-gradients until they are added, or a copy of the weights until all workers have them.
+Traffic per step with W workers, G bytes of gradients and P bytes of weights. In sync, each worker sends G (1 + 1/W) and
+receives G + P. In async, G is sent and P received for each chunk. Each of k servers carries 1/k of the traffic of all
+workers. Memory: in each worker weights and gradients; on the servers together weights, optimizer state and, in sync,
+all workers' gradients until they are added, or a copy of the weights until all workers have received it.
 
-Tensors travel through ZeroMQ with CURVE in frames of 1 MB. Follows Li et al. 2014, "Scaling Distributed Machine
+Tensors are sent through ZeroMQ with CURVE in frames of 1 MB. Follows Li et al. 2014, "Scaling Distributed Machine
 Learning with the Parameter Server" (servers, push and pull, bounded delay) and Dean et al. 2012, "Large Scale
 Distributed Deep Networks" (Downpour SGD).
 """
@@ -40,8 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import collectives
-from paceline.comm.mesh import Mesh
+from paceline.comm.mesh import Mesh, world_group
 from paceline.comm.sockets import Line, Listening, address_towards, new_keys
 from paceline.config import StrategySpec
 from paceline.data.batch_plan import BatchPlan, WorkQueue, one_shard
@@ -55,29 +55,29 @@ from paceline.strategies.servers.served_parameters import ServedParameters
 from paceline.strategies.servers.serving import Serving
 from paceline.strategies.servers.worker_links import Chunks, Links
 from paceline.torch_private.core import mark_stepped
-from paceline.world import ROLE, Served, World, tell_launcher
+from paceline.world import ROLE, Served, World, send_to_launcher
 
 _BETWEEN_PREPARES = (
-    "strategy parameter_server: a server runs the script from one run.prepare to the next, and here it is asked to "
-    "train, evaluate, save, restore or sum in between ({}). Prepare all models and optimizers before the first "
-    "training loop, and restore after the last run.prepare."
+    "strategy parameter_server: between two run.prepare calls a server can only prepare, but this script trains, "
+    "evaluates, saves, restores or sums there ({}). Prepare all models and optimizers before the first training loop, "
+    "and restore after the last run.prepare."
 )
 _NOT_IN_STEP = (
-    "{} in a training batch: all workers take part in it, but with parameter_server:mode=async they are not in step "
-    "there. Call it after the loop over the loader; for values in it there is run.log."
+    "{} needs all workers, but with parameter_server:mode=async they are not in step within a training loop. Call it "
+    "after the loop. To report values within the loop use run.log."
 )
 
 
 def check(size: int | None, *, mode: str, servers: int, staleness: int) -> None:
-    """Raises SettingError for what cannot work, on this number of processes (None: not known)."""
+    """Raises SettingError for options that cannot work on this number of processes (None: unknown)."""
     if mode not in ("sync", "async"):
-        raise SettingError(f"strategy parameter_server: mode={mode!r}: sync or async is needed.")
+        raise SettingError(f"strategy parameter_server: mode={mode!r}: use sync or async.")
     if servers < 1:
-        raise SettingError(f"strategy parameter_server: servers={servers}: 1 or more are needed.")
+        raise SettingError(f"strategy parameter_server: servers={servers}: use 1 or more.")
     if size == 1 and servers > 1:
         raise SettingError(
             f"strategy parameter_server: servers={servers}: this run has 1 process. Start at least {servers + 1}, or "
-            "leave servers out."
+            "drop servers."
         )
     if size is not None and servers >= size > 1:
         raise SettingError(
@@ -85,9 +85,9 @@ def check(size: int | None, *, mode: str, servers: int, staleness: int) -> None:
             f"{size - 1} at most, or start more processes."
         )
     if staleness < -1:
-        raise SettingError(f"strategy parameter_server: staleness={staleness}: 0 or more updates, or -1 for any.")
+        raise SettingError(f"strategy parameter_server: staleness={staleness}: use 0 or more updates, or -1 for any.")
     if staleness >= 0 and mode == "sync":
-        raise SettingError("strategy parameter_server: staleness is for mode=async; in sync no gradient is old.")
+        raise SettingError("strategy parameter_server: staleness needs mode=async; in mode=sync no gradient is stale.")
 
 
 def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
@@ -95,13 +95,13 @@ def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
 
 
 def on_cpu(*, servers: int) -> int:
-    """How many processes, those of the last ranks, compute on the CPU: the servers."""
+    """The number of servers: they are the last ranks, and compute on the CPU."""
     return servers
 
 
 class ParameterServer(LoopStrategy):
-    """mode: sync or async. servers: how many of the processes are servers. staleness: in async, the greatest lag, in
-    updates, of a gradient that is applied; -1: any."""
+    """mode: sync or async. servers: number of server processes. staleness: in async, drop a gradient if its weights are
+    older than this number of updates; -1: never."""
 
     def __init__(
         self, world: World, device: torch.device, *, mode: str = "sync", servers: int = 1, staleness: int = -1
@@ -113,22 +113,22 @@ class ParameterServer(LoopStrategy):
         self.serves = world.rank in self.servers
         self.mesh = Mesh(device, world.rank, {"replicate": world.size}, independent=mode == "async")
         self.plan: BatchPlan = WorkQueue(len(self.workers), (0,), None)
-        if mode == "sync" or self.serves:  # a server computes none of it
+        if mode == "sync" or self.serves:  # a server computes no shard
             self.plan = one_shard(len(self.workers), min(world.rank, len(self.workers) - 1))
         self.store = GradientStore()
         self._remote = RemoteParameters(servers)
         self._buffers: list[Tensor] = []
-        self._prepared = (0, 0, 0)  # how many models, optimizers and parameters
-        # of a server
+        self._prepared = (0, 0, 0)  # numbers of models, optimizers and parameters
+        # on a server
         self._listening: Listening | None = None
         self._serving: Serving | None = None
-        # of a worker, with mode=async
+        # on a worker, with mode=async
         self._chunks: Chunks | None = None
         if mode == "async" and world.rank == 0:
-            limit = "" if staleness < 0 else f", {staleness} updates old at most"
+            limit = "" if staleness < 0 else f" (at most {staleness} updates old)"
             print(
-                f"paceline: parameter_server:mode=async changes the mathematics: an update is of one of "
-                f"{len(self.workers)} parts of a global batch, by a gradient of older weights{limit}.",
+                "paceline: parameter_server:mode=async changes the mathematics: each update uses "
+                f"1/{len(self.workers)} of a global batch and a stale gradient{limit}.",
                 file=sys.stderr,
             )
 
@@ -137,7 +137,7 @@ class ParameterServer(LoopStrategy):
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         names = {name: p for p, name in parameter_names(models).items()}
         counts = (len(models), len(optimizers), len(names))
-        if counts == self._prepared:  # nothing is new, as in a `prepare` of schedulers
+        if counts == self._prepared:  # nothing new, as in a `prepare` that only adds schedulers
             return
         self._prepared = counts
         first = not self._remote.names
@@ -156,22 +156,22 @@ class ParameterServer(LoopStrategy):
         self._spread()
 
     def _connect(self) -> None:
-        """Servers listen; all tell each other addresses and keys, over the process group, once."""
+        """Make the servers listen, and exchange addresses and keys over the process group. Called once."""
         keys = new_keys()
         if self.serves:
             several = self.world.nodes > 1
             host = address_towards(self.world.master_addr, self.world.master_port) if several else "127.0.0.1"
             self._listening = Listening(host)
-            told: tuple[str, bytes] = (self._listening.endpoint, self._listening.keys.public)
+            sent: tuple[str, bytes] = (self._listening.endpoint, self._listening.keys.public)
         else:
-            told = ("", keys.public)
-        everyone = collectives.gather_objects(told)
+            sent = ("", keys.public)
+        everyone = world_group().gather(sent)
         if self._listening is not None:
             self._listening.admit(everyone[rank][1] for rank in self.workers)
-        collectives.barrier()  # from here on workers are let in
+        world_group().barrier()  # from here on servers accept workers
         self.mesh.narrow(len(self.workers))
         if self.serves:
-            tell_launcher(os.environ, ROLE, "a parameter server")
+            send_to_launcher(os.environ, ROLE, "a parameter server")
             return
         remote = self._remote
         remote.links = links = Links(
@@ -185,7 +185,8 @@ class ParameterServer(LoopStrategy):
             self.plan = WorkQueue(len(self.workers), (0,), self._chunks)
 
     def _serve(self) -> None:
-        """Until training has ended: then this process does, with exit code 0; or until another `prepare` comes."""
+        """Serve until training has ended, and then raise Served: this process exits with code 0. If the workers reach
+        another `prepare`, return."""
         assert self._listening is not None
         if self._serving is None:
             self._serving = Serving(self._listening, ServedParameters(), self.workers)
@@ -198,10 +199,10 @@ class ParameterServer(LoopStrategy):
         raise Served
 
     def _spread(self) -> None:
-        """The first worker's weights and buffers become everyone's."""
+        """Send the first worker's weights and buffers to all workers."""
         if self.world.rank == 0:
             self._remote.send(self._remote.names, {"op": "set"})
-        collectives.broadcast_tensors(self._buffers)  # also where there are none, all have then met
+        world_group().broadcast_tensors(self._buffers)  # even without buffers: it also synchronizes the workers
         if self.world.rank != 0:
             self._remote.pull(self._remote.names)
         self._remote.note_pulled(self._remote.names)
@@ -224,7 +225,7 @@ class ParameterServer(LoopStrategy):
             raise UsageError(_NOT_IN_STEP.format(call))
 
     def synchronize(self) -> None:
-        self.check_call("an evaluation, or another use of the model by all")
+        self.check_call("an evaluation or another use of the model on all ranks")
 
     def _refuse_to_serve(self, call: str) -> None:
         """Raises UsageError on a server between two `prepare`s."""
@@ -253,17 +254,20 @@ class ParameterServer(LoopStrategy):
         remote.note_pulled(changed)
 
     def _share(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of tensors that all workers have alike, those that this one sends."""
+        """The tensors that this worker sends. All workers have the same tensors, and each tensor is sent once."""
         return {name: tensors[name] for name in sorted(tensors)[self.world.rank :: len(self.workers)]}
 
     def _step_alone(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """The servers apply a chunk's gradient at once, where it is not too old."""
+        """Let the servers apply a chunk's gradient at once, unless it is too old."""
         remote = self._remote
         assert remote.links is not None
         assert self._chunks is not None
         own, key = remote.of(optimizer), str(number)
         if self._chunks.current is None:
-            raise UsageError("run.step outside of a loop over a training loader, with parameter_server:mode=async.")
+            raise UsageError(
+                "run.step was called outside a loop over a training loader, which parameter_server:mode=async does "
+                "not support. Call it in the loop."
+            )
         if self.staleness >= 0:
             asked = {"op": "admit", "optimizer": number, "version": remote.versions.get(key, 0)}
             if not remote.links.ask_first({**asked, "staleness": self.staleness})["allowed"]:
@@ -278,9 +282,9 @@ class ParameterServer(LoopStrategy):
             "call": self._chunks.pushes(number),
         }
         header |= {"admitted": self.staleness >= 0, **self._settings_for(optimizer)}
-        for server, (told, weights) in remote.ask_all(header, gradients).items():
+        for server, (answer, weights) in remote.ask_all(header, gradients).items():
             if server == 0:
-                remote.note_versions(told)
+                remote.note_versions(answer)
             remote.store(weights)
 
     def _steps_of(self, optimizer: torch.optim.Optimizer) -> int:
@@ -288,24 +292,25 @@ class ParameterServer(LoopStrategy):
         return (made + self._remote.empty) // len(self.workers)
 
     def _settings_for(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What an update needs beside gradients. The seed: the step has keyed the generator for what it draws."""
+        """The inputs of an update besides gradients: the optimizer's options, and the step's seed for random draws."""
         return {"setting": setting_of(optimizer), "seed": torch.default_generator.initial_seed()}
 
     @torch.no_grad()
     def _at_end(self, begins: bool) -> None:
-        """One end of a pass in async. At the beginning the servers get what the script has changed. At the end all
-        workers get the same weights, and the same buffers, the mean of the workers'."""
+        """Called at the beginning and at the end of a pass in async. At the beginning the servers receive weights that
+        the script has changed. At the end all workers get the same weights, and floating-point buffers are replaced by
+        their mean over the workers."""
         remote = self._remote
         if begins:
             changed = remote.changed()
             remote.send(self._share(changed), {"op": "set"})
             remote.note_pulled(changed)
-            collectives.barrier()
+            world_group().barrier()
             return
         remote.pull(remote.names)
         for buffer in self._buffers:
             if buffer.is_floating_point():
-                buffer.copy_(collectives.all_reduce(buffer.clone()) / len(self.workers))
+                buffer.copy_(world_group().all_reduce(buffer.clone()) / len(self.workers))
 
     # --- state
 
@@ -323,7 +328,7 @@ class ParameterServer(LoopStrategy):
                 self._remote.send_state(number, optimizer)
         for optimizer in self.optimizers:
             optimizer.state.clear()
-        collectives.barrier()
+        world_group().barrier()
         self._remote.note_pulled(self._remote.names)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A worker's view of the parameters that servers own: which server owns which, and requests that send and pull them."""
+"""A worker's view of the parameters on servers: the owner of each parameter, and requests to send or pull them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Answers = dict[int, tuple[dict[str, Any], dict[str, Tensor]]]
 
 
 class RemoteParameters:
-    """The parameters of the model, each of which a server owns. servers: how many there are."""
+    """The parameters of the model, each owned by a server. servers: number of servers."""
 
     def __init__(self, servers: int) -> None:
         self.names: dict[str, Tensor] = {}  # this process's copies, by name
         self.owner: dict[str, int] = {}  # name -> server
-        # As server 0 counted when it last sent weights: updates of each optimizer, and chunks without examples.
+        # Server 0's counts, as sent with the last weights: updates of each optimizer, and chunks without examples.
         self.versions: dict[str, int] = {}
         self.empty = 0
         self.links: Links | None = None  # in a worker
         self.servers = range(servers)
-        self._load = [0] * servers  # bytes that each owns
-        self._as_pulled: dict[str, int] = {}  # the version of the tensor when its weights came
+        self._load = [0] * servers  # bytes that each server owns
+        self._as_pulled: dict[str, int] = {}  # name -> version of the tensor when its weights arrived
 
     def assign(self, names: dict[str, Tensor]) -> None:
-        """Assigns whole parameters, the largest first, each to the server that owns the fewest bytes. A parameter keeps
-        its owner."""
+        """Assign whole parameters, largest first, each to the server that owns the fewest bytes. A parameter keeps its
+        owner."""
         self.names = names
         new = [(name, p.numel() * p.element_size()) for name, p in names.items() if name not in self.owner]
         for name, size in sorted(new, key=lambda item: -item[1]):
@@ -54,18 +54,18 @@ class RemoteParameters:
     # --- to the servers
 
     def ask_all(self, header: dict[str, Any], tensors: Mapping[str, Tensor] | None = None) -> Answers:
-        """Each server's answer to a request, which carries those of the tensors that it owns."""
+        """Send each server a request with the tensors that it owns. Returns the answers."""
         assert self.links is not None
         parts = self.by_owner(tensors or {})
         return self.links.ask({server: (header, parts.get(server, ())) for server in self.servers})
 
     def send(self, tensors: Mapping[str, Tensor], header: dict[str, Any]) -> None:
-        """To those servers that own some of them."""
+        """Send tensors to their owners."""
         assert self.links is not None
         self.links.ask({server: (header, own) for server, own in self.by_owner(tensors).items()})
 
     def send_state(self, number: int, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer's state, as it is here, in place of the servers'."""
+        """Replace the servers' state of an optimizer by the state in this process."""
         assert self.links is not None
         plain: dict[int, dict[str, dict[str, Any]]] = {server: {} for server in self.servers}
         tensors: dict[int, list[tuple[str, Tensor]]] = {server: [] for server in self.servers}
@@ -81,21 +81,22 @@ class RemoteParameters:
 
     @torch.no_grad()
     def store(self, weights: Mapping[str, Tensor]) -> None:
-        """Writes weights that servers have sent into this process's copies."""
+        """Write weights from servers into this process's copies."""
         for name, weight in weights.items():
             self.names[name].copy_(weight)
         self.note_pulled(weights)
 
     def note_pulled(self, names: Iterable[str]) -> None:
-        """The copies of these are now what the servers have."""
+        """Record that these copies are equal to the servers' weights."""
         self._as_pulled.update((name, version_of(self.names[name])) for name in names)
 
     def changed(self) -> dict[str, Tensor]:
-        """Weights that the script has written to since they came."""
+        """Weights that the script has changed since they arrived."""
         return {name: p for name, p in self.names.items() if version_of(p) != self._as_pulled[name]}
 
     def pull(self, names: Iterable[str]) -> None:
-        """The newest weights; those of the first server first, so that they are at least as new as their version."""
+        """Fetch the newest weights. The first server is asked first, so that no weights are older than the version that
+        this server reports."""
         assert self.links is not None
         wanted: dict[int, list[str]] = {0: []}
         for name in names:
@@ -107,11 +108,11 @@ class RemoteParameters:
             self.store(weights)
 
     def note_versions(self, header: Mapping[str, Any]) -> None:
-        """Keeps the counts that the first server sends with weights."""
+        """Store the counts that the first server sends with weights."""
         self.versions, self.empty = header["versions"], header["empty"]
 
     def state(self, number: int) -> dict[str, dict[str, Any]]:
-        """An optimizer's state, whole: {parameter: {key: value}}."""
+        """An optimizer's state from all servers: {parameter: {key: value}}."""
         found: dict[str, dict[str, Any]] = {}
         for header, tensors in self.ask_all({"op": "state", "optimizer": number}).values():
             found |= {name: dict(values) for name, values in header["plain"].items()}
@@ -122,7 +123,7 @@ class RemoteParameters:
 
 
 def setting_of(optimizer: torch.optim.Optimizer) -> Setting:
-    """The options of its groups, which travel with each update."""
+    """The options of an optimizer's groups, sent with each update."""
     return [
         {key: _plain(value) for key, value in group.items() if key != "params" and _travels(value)}
         for group in optimizer.param_groups
@@ -130,7 +131,7 @@ def setting_of(optimizer: torch.optim.Optimizer) -> Setting:
 
 
 def _travels(value: Any) -> bool:
-    """Whether an option is a number, a word, or some of these."""
+    """Whether an option can be sent: None, a number, a string, a 0-dim tensor, or a list of these."""
     if isinstance(value, (list, tuple)):
         return all(_travels(item) for item in value)
     return (

@@ -1,4 +1,4 @@
-"""What one server owns: whole parameters of the model, and the user's optimizers for them."""
+"""The state of one server: whole parameters of the model, and the user's optimizers for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.torch_private.core import OPTIMIZER_HOOKS, step_post_hooks, step_pre_hooks
 
 Setting = list[dict[str, Any]]
-"""Of each group of an optimizer, its options but for the parameters."""
+"""For each group of an optimizer: its options, without the parameters."""
 
 
 class ServedParameters:
@@ -21,17 +21,18 @@ class ServedParameters:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Tensor] = {}
-        self.optimizers: list[Any] = []  # the user's, with this server's parameters only
-        # For each optimizer: the index of the user's parameter group that each of its own groups came from.
+        self.optimizers: list[Any] = []  # like the user's optimizers, with this server's parameters only
+        # For each optimizer: the index of the user's parameter group that each local group came from.
         self._groups: list[list[int]] = []
         self._names: list[list[str]] = []  # for each optimizer: the names of its parameters
 
     def add(
         self, owned: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer], names: Mapping[Tensor, str]
     ) -> None:
-        """Sets what this server owns, and frees the memory of all other parameters.
+        """Set the parameters that this server owns, and free the memory of all others.
 
-        owned: all that this server owns now. optimizers: all of the user's, also known ones. names: of all parameters.
+        owned: all parameters that this server owns now. optimizers: all optimizers of the user, including those of
+        earlier calls. names: the names of all parameters.
         """
         self.by_name = dict(owned)
         self._groups, self._names = [], []
@@ -44,7 +45,7 @@ class ServedParameters:
                 parameter.data = parameter.data.new_empty(0)
 
     def _set_groups(self, own: Any, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
-        """Gives the optimizer `own` the user's groups, with this server's parameters only."""
+        """Give the optimizer `own` the user's groups, with this server's parameters only."""
         own.param_groups, numbers = [], []
         for number, group in enumerate(optimizer.param_groups):
             mine = [p for p in group["params"] if names[p] in self.by_name]
@@ -55,11 +56,11 @@ class ServedParameters:
         self._names.append([names[p] for group in own.param_groups for p in group["params"]])
 
     def of(self, number: int) -> list[tuple[str, Tensor]]:
-        """The parameters of an optimizer, by name."""
+        """(name, parameter) for each parameter of an optimizer."""
         return [(name, self.by_name[name]) for name in self._names[number]]
 
     def update(self, number: int, setting: Setting, seed: int, gradients: Mapping[str, Tensor]) -> None:
-        """One update. seed: of the random numbers that it draws."""
+        """Make one update. seed: for the update's random draws."""
         optimizer = self.optimizers[number]
         for own, of_user in zip(optimizer.param_groups, self._groups[number], strict=True):
             for key, value in _on_cpu(setting[of_user]).items():
@@ -78,7 +79,7 @@ class ServedParameters:
             self.by_name[name].copy_(value)
 
     def state(self, number: int) -> tuple[dict[str, dict[str, Any]], list[tuple[str, Tensor]]]:
-        """An optimizer's state: {parameter: {key: value}} of what is no tensor; the tensors by "parameter\\nkey"."""
+        """An optimizer's state: {parameter: {key: value}} for plain values; tensors by "parameter\\nkey"."""
         plain: dict[str, dict[str, Any]] = {}
         tensors: list[tuple[str, Tensor]] = []
         for name, parameter in self.of(number):
@@ -93,7 +94,7 @@ class ServedParameters:
         return plain, tensors
 
     def set_state(self, number: int, plain: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, Tensor]) -> None:
-        """Puts back what `state` gives, in place of what is there."""
+        """Replace an optimizer's state by values that `state` returned."""
         state = self.optimizers[number].state
         state.clear()
         for name, values in plain.items():
@@ -107,18 +108,18 @@ class ServedParameters:
 
 
 def _on_cpu(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group as they are on a server: without what torch has on accelerators only, and which changes no
-    numbers."""
+    """The options of a group for an update on the CPU. `capturable` is switched off: it needs an accelerator, and does
+    not change results."""
     return {key: False if key == "capturable" else value for key, value in options.items()}
 
 
 def _optimizer_like(optimizer: torch.optim.Optimizer, owned: Sequence[Tensor]) -> Any:
-    """An optimizer of the same class and attributes, without the methods that the run has put on the user's (guards,
-    the counting of schedulers). Raises UsageError where the script has put hooks on it."""
-    if step_post_hooks(optimizer) or len(step_pre_hooks(optimizer)) > 1:  # one is the run's
+    """An optimizer of the same class with the same attributes, without the methods that the run has replaced on the
+    user's optimizer (guards, step counts for schedulers). Raises UsageError if the script has added hooks."""
+    if step_post_hooks(optimizer) or len(step_pre_hooks(optimizer)) > 1:  # one hook belongs to the run
         raise UsageError(
-            f"strategy parameter_server: {type(optimizer).__name__} has hooks of the script's (register_step_pre_hook, "
-            "register_step_post_hook), but its updates are made on the servers. Do after run.step what they do."
+            f"strategy parameter_server: {type(optimizer).__name__} has hooks of the script (register_step_pre_hook, "
+            "register_step_post_hook), but the servers make its updates. Do their work after run.step instead."
         )
     own = object.__new__(type(optimizer))
     own.__dict__.update({k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")})

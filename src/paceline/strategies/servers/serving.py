@@ -1,7 +1,7 @@
-"""The loop of a server: it handles one request after the other, in one thread.
+"""The loop of a server. It handles one request after the other, in one thread.
 
-`serve` returns False when all workers have ended. It returns True when they have come to another `prepare` of the
-script: then the server runs on to it too.
+`serve` returns False when all workers have ended. It returns True when all running workers have reached another
+`prepare`: then the server runs the script up to this `prepare` too.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from paceline.strategies.servers.work_queue import PassQueue
 
 
 class Serving:
-    """One server. workers: the ranks that are to connect; a global batch is cut into as many chunks."""
+    """One server. workers: the ranks of the workers; a global batch has one chunk for each worker."""
 
     def __init__(self, listening: Listening, parameters: ServedParameters, workers: Sequence[int]) -> None:
         self.parameters = parameters
         self._listening, self._workers = listening, tuple(workers)
-        self._running = set(workers)  # those that have not ended
-        self._again: set[int] = set()  # those that have come to another `prepare`
+        self._running = set(workers)  # workers that have not ended
+        self._again: set[int] = set()  # workers that have reached another `prepare`
         self._pushed: dict[int, dict[str, Tensor]] = {}  # worker -> its gradients, for the next sum
-        self._final: dict[int, dict[str, Tensor]] = {}  # worker -> its share of those for the next update
-        self._applied: dict[str, set[str]] = {}  # loader -> gradients of its epoch that were applied
-        self._epochs: dict[str, int] = {}  # loader -> that epoch
-        self._versions: dict[int, int] = {}  # optimizer -> updates that were applied or admitted
+        self._final: dict[int, dict[str, Tensor]] = {}  # worker -> its share of the gradients for the next update
+        self._applied: dict[str, set[str]] = {}  # loader -> gradients that were applied in its latest epoch
+        self._epochs: dict[str, int] = {}  # loader -> its latest epoch
+        self._versions: dict[int, int] = {}  # optimizer -> number of updates that were applied or admitted
         self._empty = 0  # chunks without examples, which make no update
         self._passes: dict[tuple[str, int], PassQueue] = {}  # (loader, epoch) -> its chunks
-        self._waiting: dict[int, tuple[str, int]] = {}  # worker -> the pass of which it waits for a chunk
+        self._waiting: dict[int, tuple[str, int]] = {}  # worker -> the pass from which it awaits a chunk
         self._pool: dict[str, list[float]] = {}  # sums that workers share
 
     def serve(self) -> bool:
-        """Raises WorldError where a worker is lost."""
+        """Handle requests. Returns whether another `prepare` follows. Raises WorldError if a worker is lost."""
         for worker in sorted(self._again):
             self._answer(worker, {})
         self._again.clear()
@@ -56,11 +56,11 @@ class Serving:
         return False
 
     def _lose(self, worker: int) -> None:
-        """Tells the others, whose next answer it is."""
+        """Send the other workers an error as their next answer, and raise it."""
         why = (
-            f"the worker of rank {worker} has gone or is stopped: its connection ended, or nothing was heard of it for "
-            f"{SILENCE_SECONDS:g} s. See what that process said, and start the run again: a script that calls "
-            "run.restore goes on from its last checkpoint."
+            f"the worker of rank {worker} is lost or stopped: its connection ended, or it sent nothing for "
+            f"{SILENCE_SECONDS:g} s. See the output of that process, and start the run again: a script that calls "
+            "run.restore continues from its last checkpoint."
         )
         for other in sorted(self._running - {worker}):
             self._answer(other, {"error": why})
@@ -84,7 +84,7 @@ class Serving:
         self._answer(worker, {})
 
     def _on_pull(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
-        # Copies: another worker's gradient may come before they are sent.
+        # Send copies, since another worker's gradient may change the weights before they are sent.
         weights = [(name, self.parameters.by_name[name].clone()) for name in header["names"]]
         self._answer(worker, {"versions": self._versions, "empty": self._empty}, weights)
 
@@ -92,10 +92,10 @@ class Serving:
         plain, tensors = self.parameters.state(header["optimizer"])
         self._answer(worker, {"plain": plain}, tensors)
 
-    # sync: workers in step
+    # sync: workers in lockstep
 
     def _on_push(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
-        """With the gradients of the last worker to come, adds all, in rank order."""
+        """After all workers' gradients have arrived, add them in rank order."""
         self._pushed[worker] = wire.unpack(frames)[1]
         if len(self._pushed) < len(self._workers):
             return
@@ -106,24 +106,24 @@ class Serving:
         self._answer_all(list(total.items()))
 
     def _on_update(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
-        """With the share of the last worker to come, makes the update."""
+        """After all workers' shares have arrived, make the update."""
         self._final[worker] = wire.unpack(frames)[1]
         if len(self._final) < len(self._workers):
             return
         gradients = {name: gradient for share in self._final.values() for name, gradient in share.items()}
         self._final.clear()
         self.parameters.update(header["optimizer"], header["setting"], header["seed"], gradients)
-        # Copies: a worker that is ahead may set weights before they are sent to the others.
+        # Send copies, since a worker that is ahead may set weights before the others have received them.
         self._answer_all([(name, weight.clone()) for name, weight in self.parameters.of(header["optimizer"])])
 
-    # async: workers not in step
+    # async: workers not in lockstep
 
     def _on_apply(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         number, (loader, epoch, *_) = header["optimizer"], header["chunk"]
         if self._epochs.get(loader, -1) < epoch:
             self._epochs[loader], self._applied[loader] = epoch, set()
         gradient = f"{number} {header['chunk']} {header['call']}"
-        if gradient not in self._applied[loader]:  # else its chunk was handed out again after a later one was too old
+        if gradient not in self._applied[loader]:  # a chunk is repeated if a later gradient was too old
             self._applied[loader].add(gradient)
             _, gradients = wire.unpack(frames)
             self.parameters.update(number, header["setting"], header["seed"], gradients)
@@ -150,7 +150,7 @@ class Serving:
     def _on_chunk(self, worker: int, header: dict[str, Any], frames: list[Any]) -> None:
         loader, epoch = header["pass"]
         queue = self._passes.get((loader, epoch))
-        if queue is None:  # all others have begun the next one
+        if queue is None:  # all other workers have begun the next pass
             self._answer(worker, {"over": True})
             return
         queue.finish(worker, [tuple(chunk) for chunk in header["done"]])
@@ -165,13 +165,13 @@ class Serving:
             self._waiting[worker] = (loader, epoch)
         else:
             self._answer(worker, {})
-        for other, key in list(self._waiting.items()):  # this may have freed a chunk, or finished the last
+        for other, key in list(self._waiting.items()):  # this request may have freed a chunk, or finished the last
             if (answer := self._chunk(other, key)) is not None:
                 del self._waiting[other]
                 self._answer(other, answer)
 
     def _chunk(self, worker: int, key: tuple[str, int]) -> dict[str, Any] | None:
-        """The answer to a request for a chunk; None where there is none now."""
+        """The answer to a request for a chunk; None if no chunk is free."""
         queue = self._passes.get(key)
         if queue is None or queue.over:
             return {"over": True}

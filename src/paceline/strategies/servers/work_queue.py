@@ -1,4 +1,4 @@
-"""The first server's books: which worker computes which chunk. Pure."""
+"""The first server's record of chunks: which worker computes which chunk. No communication."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from paceline.data.batch_plan import Chunk
 
 @dataclass
 class PassQueue:
-    """The chunks of one pass over the data, handed out as workers come free.
+    """The chunks of one pass over the data, assigned to workers when they are free.
 
-    A chunk is free, in flight (one worker computes it), or finished. It is finished once. One that a worker
-    gives back is free again, and is handed out before those that no worker had yet.
+    A chunk is free, in flight (one worker computes it), or finished. A finished chunk stays finished. A returned chunk
+    is free again, and is assigned before chunks that were never assigned.
     """
 
-    first: int  # the step at which the pass begins
-    steps: int  # where it ends
+    first: int  # the first step of the pass
+    steps: int  # the step after the last
     shards: int  # chunks of each global batch
-    returned: deque[Chunk] = field(default_factory=deque)  # free ones that a worker had
-    in_flight: dict[Chunk, int] = field(default_factory=dict)  # -> worker
+    returned: deque[Chunk] = field(default_factory=deque)  # free chunks that were assigned before
+    in_flight: dict[Chunk, int] = field(default_factory=dict)  # chunk -> worker
     finished: set[Chunk] = field(default_factory=set)
-    _next: int = 0  # number of the next chunk that no worker had yet
+    _next: int = 0  # number of the next chunk that was never assigned
 
     @property
     def chunks(self) -> int:
@@ -34,7 +34,7 @@ class PassQueue:
         return len(self.finished) == self.chunks
 
     def hand_out(self, worker: int) -> Chunk | None:
-        """A free chunk; None where there is none now."""
+        """Assign a free chunk and return it; None if none is free."""
         if self.returned:
             chunk = self.returned.popleft()
         elif self._next < self.chunks:
@@ -52,7 +52,7 @@ class PassQueue:
                 self.finished.add(chunk)
 
     def give_back(self, worker: int, chunks: Iterable[Chunk] | None = None) -> None:
-        """These chunks of the worker (None: all) are free again."""
+        """Make these chunks of the worker (None: all) free again."""
         theirs = sorted(chunk for chunk, who in self.in_flight.items() if who == worker)
         for chunk in reversed(theirs if chunks is None else [chunk for chunk in chunks if chunk in theirs]):
             del self.in_flight[chunk]

@@ -16,7 +16,8 @@ from paceline.data.batch_plan import Chunk, Queue
 from paceline.errors import WorldError
 
 ANSWER_SECONDS = 1800.0
-"""How long a worker waits for an answer, which may itself wait for other workers: as long as torch's process groups."""
+"""Timeout for an answer, the same as that of torch's process groups. A server may wait for other workers before it
+answers."""
 
 Request = tuple[dict[str, Any], Iterable[tuple[str, Tensor]]]
 
@@ -29,18 +30,18 @@ class Links:
         self.lines = list(lines)
 
     def ask(self, requests: Mapping[int, Request]) -> dict[int, tuple[dict[str, Any], dict[str, Tensor]]]:
-        """Each server's answer to its request; all compute and send at the same time. Raises WorldError where a server
-        or another worker is lost."""
+        """Send requests to several servers at once, and return their answers. Raises WorldError if a server or another
+        worker is lost."""
         for server, (header, tensors) in requests.items():
             self.lines[server].send(wire.pack(header, tensors))
         return {server: wire.unpack(self._answer(self.lines[server])) for server in requests}
 
     def ask_first(self, header: dict[str, Any]) -> dict[str, Any]:
-        """The first server's answer."""
+        """Ask the first server."""
         return self.ask({0: (header, ())})[0][0]
 
     def send_all(self, header: dict[str, Any]) -> None:
-        """Sends all servers a message that has no answer."""
+        """Send all servers a message that has no answer."""
         for line in self.lines:
             line.send(wire.pack(header))
 
@@ -48,7 +49,7 @@ class Links:
         frames = line.receive(ANSWER_SECONDS)
         if frames is None:
             raise WorldError(
-                f"{line.name} has not answered for {ANSWER_SECONDS:g} s. Do all workers make the same calls?"
+                f"{line.name} has not answered for {ANSWER_SECONDS:g} s. Check that all workers make the same calls."
             )
         header = wire.header_of(frames)
         if "error" in header:
@@ -61,10 +62,10 @@ class Links:
 
 
 class Chunks(Queue):
-    """The chunks that this worker computes; the first server hands them out.
+    """The chunks that this worker computes, assigned by the first server.
 
-    at_end(begins): called at both ends of a pass, by all workers. pull(): gets the newest weights. steps: how
-    many an optimizer has made, as far as this worker knows.
+    at_end(begins): called by all workers at the beginning and at the end of a pass. pull(): gets the newest weights.
+    steps(optimizer): the number of the optimizer's steps that this worker knows of.
     """
 
     def __init__(
@@ -76,14 +77,14 @@ class Chunks(Queue):
     ) -> None:
         self._links, self._at_end, self._pull, self._steps = links, at_end, pull, steps
         self.counted: dict[torch.optim.Optimizer, int] = {}  # steps that `completed` has returned so far
-        self._pushes: dict[int, int] = {}  # optimizer -> gradients of the current chunk
-        self._empty = 0  # chunks without examples, since the last request
-        # For each pass, chunks to report with the next request: computed ones, and ones to hand out again.
+        self._pushes: dict[int, int] = {}  # optimizer -> number of gradients of the current chunk
+        self._empty = 0  # number of chunks without examples since the last request
+        # For each pass, chunks to report with the next request: computed chunks, and chunks to assign again.
         self._done: dict[tuple[str, int], list[Chunk]] = {}
         self._back: dict[tuple[str, int], list[Chunk]] = {}
-        # loader, epoch, step, shard of the chunk under way; None outside of passes
+        # loader, epoch, step, shard of the current chunk; None outside of passes
         self.current: tuple[str, int, int, int] | None = None
-        self.refused = False  # whether its gradient was too old
+        self.refused = False  # whether a gradient of the current chunk was too old
 
     def begin(self, loader: str, epoch: int, first: int, steps: int) -> None:
         self._done[loader, epoch], self._back[loader, epoch] = [], []
@@ -93,7 +94,7 @@ class Chunks(Queue):
     def next_chunk(self, loader: str, epoch: int, wait: bool) -> Chunk | None:
         answer = self._links.ask_first(self._request((loader, epoch), wait=wait))
         if "chunk" in answer:
-            if wait:  # it may have waited for long
+            if wait:  # the weights may be outdated after a long wait
                 self._pull()
             step, shard = answer["chunk"]
             return step, shard
@@ -103,7 +104,7 @@ class Chunks(Queue):
         return None
 
     def _request(self, key: tuple[str, int], *, wait: bool = False, leave: bool = False) -> dict[str, Any]:
-        """A request for a chunk, with the report on earlier ones."""
+        """A request for a chunk, with a report on earlier chunks."""
         header = {"op": "chunk", "pass": key, "done": self._done[key], "back": self._back[key], "empty": self._empty}
         self._done[key], self._back[key], self._empty = [], [], 0
         return {**header, "wait": wait, "leave": leave}
@@ -113,19 +114,19 @@ class Chunks(Queue):
         self._pushes.clear()
 
     def completed(self, optimizer: torch.optim.Optimizer) -> int:
-        """How many steps, as large as a global batch, all workers together have made since the last call."""
+        """The number of global-batch-sized steps that all workers together have made since the last call."""
         before = self.counted.get(optimizer, 0)
         self.counted[optimizer] = now = max(before, self._steps(optimizer))
         return now - before
 
     def pushes(self, optimizer: int) -> int:
-        """How many gradients of the current chunk this optimizer has had before."""
+        """Count a gradient of the current chunk for this optimizer. Returns the number of earlier gradients."""
         before = self._pushes.get(optimizer, 0)
         self._pushes[optimizer] = before + 1
         return before
 
     def finished(self, loader: str, epoch: int, chunk: Chunk, empty: bool = False) -> None:
-        """Reported with the next request."""
+        """Record a computed chunk, for the next request."""
         report = self._back if self.refused and not empty else self._done
         report[loader, epoch].append(chunk)
         if empty:
@@ -134,7 +135,7 @@ class Chunks(Queue):
             self.refused = False
 
     def leave(self, loader: str, epoch: int) -> None:
-        """The script has left the loop: the chunks that this worker still has are free."""
+        """Report that the script has left the loop: this worker's remaining chunks are free."""
         self.current = None
         with contextlib.suppress(WorldError):  # a dead server may be why the script leaves the loop
             self._links.ask_first(self._request((loader, epoch), leave=True))

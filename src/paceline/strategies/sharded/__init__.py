@@ -1,1 +1,1 @@
-"""Every process holds a slice of the parameters or of the optimizer state: fsdp (ZeRO 1 to 3, HSDP), fsdp+tensor."""
+"""Every process holds a shard of the parameters or of the optimizer state: fsdp (ZeRO 1 to 3, HSDP), fsdp+tensor."""

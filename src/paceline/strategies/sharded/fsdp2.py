@@ -1,17 +1,17 @@
-"""Stages 2 and 3 of fsdp (ZeRO-2, ZeRO-3): parameters, gradients and optimizer state sharded, by torch's `fully_shard`.
+"""Stages 2 and 3 of fsdp (ZeRO-2, ZeRO-3): torch's `fully_shard` shards parameters, gradients and optimizer state.
 
-Phase 1, forward: before a layer computes, its parameters are all-gathered; after it they are freed (stage 3), or stay
+Phase 1, forward: before a layer computes, its parameters are all-gathered. Afterwards they are freed (stage 3), or kept
   until the backward is over (stage 2).
-Phase 2, backward: parameters are gathered again where they were freed; a layer's gradients are reduce-scattered as
-  soon as they are there. When the backward returns, `.grad` of the user's parameters is this rank's part of the sum
-  over all data shards. Every micro-batch is reduced, so that no rank holds whole gradients of more than a layer or two.
-Phase 3, step: each rank updates its part.
+Phase 2, backward: freed parameters are gathered again; a layer's gradients are reduce-scattered once they are ready.
+  When the backward returns, `.grad` of the user's parameters is this rank's shard of the sum over all data shards.
+  Every micro-batch is reduced, so no rank holds whole gradients of more than a layer or two.
+Phase 3, step: each rank updates its shard.
 
-A layer here is an entry of a list of layers (see `layers_of`); parameters outside of such layers travel together.
-Parameters become DTensors of the whole shape, and the user's optimizers are given these. 0-dim parameters cannot be
+A layer here is an entry of a list of layers (see `layers_of`); parameters outside of such layers are gathered together.
+Parameters are replaced by DTensors of the whole shape, in the user's optimizers too. 0-dim parameters cannot be
 sharded: they are replicated, and their gradients are all-reduced at the end of a backward.
 
-torch's FSDP2 gathers when a wrapped module's forward is called. fsdp_wrapping.py gathers at other calls too.
+torch's FSDP2 gathers when a wrapped module's forward is called. fsdp_wrapping.py also gathers at other calls.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from paceline.comm import collectives, dtensor
-from paceline.comm.mesh import Mesh
+from paceline.comm import dtensor
+from paceline.comm.mesh import Mesh, world_group
 from paceline.data.batch_plan import one_shard
 from paceline.errors import ModelError, UnusedParameterError, UsageError
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
@@ -46,7 +46,7 @@ from paceline.world import World
 
 
 class FSDP2(LoopStrategy):
-    """strategy: its name for messages."""
+    """Stages 2 and 3. strategy: its name in messages."""
 
     def __init__(
         self,
@@ -67,17 +67,18 @@ class FSDP2(LoopStrategy):
         self._pickle_guard = PickleGuard(strategy)
         self._names: dict[Tensor, str] = {}
         self._masters = Masters(mesh)  # of 0-dim parameters
-        self._states: list[Any] = []  # FSDP2's of the models
-        self._params: list[Any] = []  # FSDP2's of all parameters
-        self._keep_gathered = False  # until the backward is over, since its graph is differentiated again
-        self._expected: dict[tuple[bool, Kind, int], tuple[bool, ...]] = {}  # by kind of micro-batch, call and pass
+        self._states: list[Any] = []  # FSDP2's states of the models
+        self._params: list[Any] = []  # FSDP2's parameter objects
+        self._keep_gathered = False  # until the backward is over, because its graph is differentiated again
+        # (whether the micro-batch is the last, call, pass) -> for each trainable parameter, whether it is used
+        self._expected: dict[tuple[bool, Kind, int], tuple[bool, ...]] = {}
         self._flags: tuple[bool, ...] = ()
         self._trainable: list[Tensor] = []
-        # autograd's nodes that accumulate their gradients: of the gathered parameters, and of the shards themselves
+        # autograd's nodes that accumulate gradients: for the gathered parameters, and for the shards
         self._nodes: list[Any] = []
         self._shard_nodes: list[Any] = []
 
-    # --- taking charge
+    # --- setup
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         check_dense(models)
@@ -97,14 +98,14 @@ class FSDP2(LoopStrategy):
         self._pickle_guard.install(models)
 
     def _shard(self, model: nn.Module) -> dict[Tensor, Tensor]:
-        """Shards a model layer by layer, so that it is never whole on the device. Returns old -> new parameters."""
+        """Shard a model layer by layer, so that the device never holds all of it. Returns old -> new parameters."""
         _check_fresh(model)
         names = dict(model.named_parameters(remove_duplicate=False))
         scalars = {p for p in model.parameters() if not p.dim()}
         alone = [*scalars, *model.buffers()]
         for tensor in alone:
             tensor.data = tensor.data.to(self.device)
-        collectives.broadcast_tensors(alone)
+        world_group().broadcast_tensors(alone)
         for p in scalars:
             self._masters.add(p)
         done: set[Tensor] = set()
@@ -116,8 +117,8 @@ class FSDP2(LoopStrategy):
             for p in own:
                 if not dtensor.is_sharded(p):
                     p.data = p.data.contiguous()
-            # Those of a layer that is cut already were made alike before it was.
-            collectives.broadcast_tensors(p for p in own if not dtensor.is_sharded(p))
+            # Parameters of an already split layer were made equal before the split.
+            world_group().broadcast_tensors(p for p in own if not dtensor.is_sharded(p))
             _check_one_dtype(layer, own)
             sharded: FSDPModule = fully_shard(
                 layer,
@@ -125,17 +126,17 @@ class FSDP2(LoopStrategy):
                 reshard_after_forward=False if self._sharding.keep else None,
                 mp_policy=MixedPrecisionPolicy(
                     mixed,
-                    torch.float32 if mixed else None,  # gradients are summed in it, and
-                    torch.float32 if mixed and layer is model else None,  # given back in it
+                    torch.float32 if mixed else None,  # the dtype in which gradients are summed
+                    torch.float32 if mixed and layer is model else None,  # the output's dtype
                 ),
                 offload_policy=self._offload,
                 ignored_params=scalars,
             )
             done |= set(layer.parameters())
-            sharded.set_gradient_divide_factor(1.0)  # the weights make a sum of it
+            sharded.set_gradient_divide_factor(1.0)  # sum, not mean: the losses are weighted
             sharded.set_force_sum_reduction_for_comms(True)
-        state = internals.state_of(sharded)  # of the model itself, which came last
-        internals.become_root(state)  # with this model as the root, whichever of its modules is called first
+        state = internals.state_of(sharded)  # the state of the model itself, which was last
+        internals.become_root(state)  # this model is the root, whichever of its modules is called first
         gather_on_any_call(model)
         self._states.append(state)
         for group in internals.groups_under(state):
@@ -145,10 +146,11 @@ class FSDP2(LoopStrategy):
         return {names[name]: p for name, p in model.named_parameters(remove_duplicate=False) if names[name] is not p}
 
     def _reshard(self, group: Any, reshard: Callable[[], None]) -> None:
-        """Replaces FSDP2's own reshard, in two cases. A backward with create_graph=True, as for a gradient penalty,
-        leaves a graph that needs the parameters again: they stay gathered until `backward` is over. A forward without
-        gradients frees all parameters: else a later `state_dict` on one rank alone (`if run.main: ...`) would free
-        them there only, and that rank would wait for ever when it gathers them anew."""
+        """Replaces FSDP2's reshard, and differs from it in two cases. A backward with create_graph=True, as for a
+        gradient penalty, leaves a graph that needs the parameters again: they stay gathered until `backward` is over.
+        A forward without gradients frees all parameters. Otherwise a later `state_dict` on only one rank
+        (`if run.main: ...`) would free them on this rank only. The rank would then wait for ever to gather them
+        again."""
         if internals.phase(group) == "FORWARD" and not torch.is_grad_enabled():
             internals.slice_again(group)
             return
@@ -158,7 +160,7 @@ class FSDP2(LoopStrategy):
             reshard()
 
     def _free(self) -> None:
-        """Frees all gathered parameters, and reduces gradients that are left."""
+        """Free all gathered parameters, and reduce remaining gradients."""
         self._keep_gathered = False
         for state in self._states:
             with torch.no_grad():
@@ -187,14 +189,13 @@ class FSDP2(LoopStrategy):
         self._free()
         present = [p.grad for p in scalars if p.grad is not None]
         for grad in present:
-            grad.copy_(collectives.all_reduce(grad, group=self.mesh.data))
+            grad.copy_(self.mesh.data.all_reduce(grad))
         for p, earlier in zip(scalars, before, strict=True):
             if earlier is not None:
                 p.grad = earlier if p.grad is None else earlier.add_(p.grad)
 
     def leaves(self) -> dict[Tensor, Tensor]:
-        """Each of the user's parameters -> the tensor that graphs have in its place, of those that a forward has
-        used."""
+        """The user's parameter -> the tensor that graphs use in its place, for parameters that a forward has used."""
         leaves = {
             param.sharded_param: unsharded
             for param in self._params
@@ -205,9 +206,9 @@ class FSDP2(LoopStrategy):
     def _comparing(
         self, losses: Sequence[Tensor], key: tuple[bool, Kind, int], leaves: dict[Tensor, Tensor]
     ) -> list[Any]:
-        """Hooks at the losses, which run before any gradient and compare the parameters that this backward uses: the
-        first time (or always) with the other ranks', later with those of the first time. Ranks that reduced different
-        sets would wait for each other for ever, or add up wrong gradients."""
+        """Add hooks to the losses, which run before any gradient and compare the parameters that this backward uses.
+        The first time (with find_unused every time) they compare ranks. Later each rank compares with its first time.
+        Ranks that reduce different sets of parameters would wait for each other for ever, or add wrong gradients."""
         flags = tuple(leaf.requires_grad for leaf in leaves.values())
         if flags != self._flags:
             node = torch.autograd.graph.get_gradient_edge
@@ -218,7 +219,7 @@ class FSDP2(LoopStrategy):
         compared: list[bool] = []
 
         def compare(_: Tensor) -> None:
-            if not compared:  # with several losses, only at the first that autograd comes to
+            if not compared:  # with several losses, only at the first one that autograd reaches
                 compared.append(True)
                 self._compare(key, tuple(map(will_execute, self._nodes)))
 
@@ -228,7 +229,7 @@ class FSDP2(LoopStrategy):
         if any(map(will_execute, self._shard_nodes)):
             raise UsageError(USED_OUTSIDE)
         if key not in self._expected or self._sharding.find_unused:
-            everyone = collectives.gather_objects(mine)
+            everyone = world_group().gather(mine)
             self._expected[key] = mine
             others = [other for other in everyone if other != mine]
         else:
@@ -241,7 +242,7 @@ class FSDP2(LoopStrategy):
             )
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._free()  # what a forward for evaluation has left gathered is older than what comes now
+        self._free()  # parameters that an evaluation left gathered are about to become outdated
         self._masters.update(optimizer)
 
     # --- state
@@ -262,20 +263,20 @@ class FSDP2(LoopStrategy):
 
 
 class _Retired(nn.Parameter):
-    """A parameter from before `prepare` that a script may still hold. To use it would silently do nothing; it
-    raises."""
+    """A parameter from before `prepare` that a script may still hold. Using it would silently have no effect, so any
+    use raises UsageError."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise UsageError(
-            "this parameter was taken before run.prepare, where strategy 'fsdp' put slices in its place. Take "
+            "this parameter was taken before run.prepare, which replaced it by a shard (strategy 'fsdp'). Take "
             "parameters (for clipping, freezing, optimizers) from the model after run.prepare."
         )
 
 
 def retire(parameters: Any) -> None:
     for p in parameters:
-        if not dtensor.is_sharded(p):  # as a layer had them that was cut before, and no script
+        if not dtensor.is_sharded(p):  # sharded ones come from an already split layer, and no script holds them
             p.data, p.grad = torch.empty(0, dtype=p.dtype), None
             p.__class__ = _Retired
 
@@ -284,8 +285,8 @@ def _check_fresh(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             raise ModelError(
-                f"strategy fsdp: {name or type(model).__name__} is sharded by fully_shard already. Delete that call, "
-                "or use strategy='fsdp' without it."
+                f"strategy fsdp: {name or type(model).__name__} is already sharded by fully_shard. Delete that call; "
+                "strategy='fsdp' shards the model."
             )
 
 
@@ -294,22 +295,22 @@ def _check_one_dtype(layer: nn.Module, parameters: Sequence[Tensor]) -> None:
     if len(dtypes) > 1:
         raise ModelError(
             f"strategy fsdp: trainable parameters of {type(layer).__name__} have several dtypes ({', '.join(dtypes)}), "
-            "and travel together. Convert them to one, or use strategy='fsdp:stage=1'."
+            "but are gathered together. Convert them to one dtype, or use strategy='fsdp:stage=1'."
         )
 
 
 USED_OUTSIDE = (
     "strategy fsdp: a loss uses a model's parameters outside of any forward or method of the model, where stages 2 and "
-    "3 hold only slices of them (as sum(p.square().sum() for p in model.parameters())). Use strategy='fsdp:stage=1', "
-    "where parameters are whole; compute it in a method of the model; or, of weight decay, let the optimizer do it."
+    "3 hold only shards (such as sum(p.square().sum() for p in model.parameters())). Use strategy='fsdp:stage=1', "
+    "where parameters are whole; or compute it in a method of the model; for weight decay, use the optimizer's option."
 )
 
 
 def _unlike_message(rank: int, call: int, names: Sequence[str], compared: bool) -> str:
     return (
-        f"rank {rank}: backward call number {call + 1} of this step does not reach the parameters that "
-        f"{'other ranks reach' if compared else 'it reached before, or that other ranks reach'}: "
-        f"{listed(names)}. Stages 2 and 3 of fsdp need the same on all "
-        "ranks. Where it changes from step to step alike on all ranks, set strategy='fsdp:find_unused=true'; where it "
-        "depends on the data, use strategy='ddp:find_unused=true'."
+        f"rank {rank}: backward call number {call + 1} of this step does not reach the same parameters as "
+        f"{'on other ranks' if compared else 'in earlier steps or on other ranks'}. They differ in: {listed(names)}. "
+        "In stages 2 and 3 of fsdp all ranks must reach the same parameters. If these change from step to step, in "
+        "the same way on all ranks, set strategy='fsdp:find_unused=true'. If they depend on the data, use "
+        "strategy='ddp:find_unused=true'."
     )

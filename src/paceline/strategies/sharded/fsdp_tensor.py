@@ -1,21 +1,23 @@
-"""fsdp+tensor: layers cut over `tensor`, and each part sharded over `shard`.
+"""fsdp+tensor: layers are split over `tensor`, and each part is sharded over `shard`.
 
     4 processes, size=2        tensor 0                     tensor 1
-                  shard 0:     rank 0: half of a half       rank 1: half of the other half     } the same examples
-                  shard 1:     rank 2: the rest of it       rank 3: the rest of it             } other examples
+                  shard 0:     rank 0: half of part 0       rank 1: half of part 1
+                  shard 1:     rank 2: other half           rank 3: other half
 
-Phase 1, forward: before a layer computes, its part of the parameters is all-gathered over `shard` (fsdp2.py). It
-  computes its part, and the parts' outputs are put together over `tensor` (tensor_cut.py).
-Phase 2, backward: the same the other way round; gradients are reduce-scattered over `shard` as soon as they are there.
-Phase 3, finish: gradients of parameters that are whole along `tensor` are averaged over `tensor`, where they are equal
-  up to what a device's kernels leave open. So the copies cannot drift apart.
+Ranks of the same shard have the same examples; different shards have different examples.
+
+Phase 1, forward: before a layer computes, this process's part of its parameters is all-gathered over `shard`
+  (fsdp2.py). The process computes its part of the layer, and the outputs are combined over `tensor` (tensor_cut.py).
+Phase 2, backward: the same in reverse; gradients are reduce-scattered over `shard` once they are ready.
+Phase 3, finish: gradients of parameters that are whole along `tensor` are averaged over `tensor`. These gradients are
+  equal except for nondeterministic kernels; averaging keeps the copies from drifting apart.
 Phase 4, step: each process updates its shards.
 
-Between processes: what fsdp sends over `shard`, of parts 1/size as large; what tensor sends over `tensor`; and the
-gradients of whole parameters once over `tensor`. Memory: of cut layers 1/n of parameters, gradients and optimizer state
-over all n processes; of the others 1/(n/size).
+Traffic: over `shard` as with fsdp, for parts of 1/size; over `tensor` as with tensor, and once the gradients of whole
+parameters. Memory per process with n processes: 1/n of parameters, gradients and optimizer state of split layers, and
+1/(n/size) of those of other layers.
 
-Follows torch's composition of fully_shard over tensor parallelism: the inner dimension of the DeviceMesh cuts first.
+Follows torch's composition of fully_shard over tensor parallelism: the inner dimension of the DeviceMesh splits first.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from paceline.comm import collectives, dtensor
+from paceline.comm import dtensor
 from paceline.comm.mesh import Mesh
 from paceline.config import StrategySpec
 from paceline.errors import SettingError
@@ -42,17 +44,18 @@ from paceline.strategies.tensor.tensor_cut import LayerCuts, explained, is_cut
 from paceline.torch_private.core import foreach_mul_
 from paceline.world import World
 
-SIZE = 2  # devices that share the parts of a layer, where `size` is not given
+SIZE = 2  # default number of devices that share a layer
 
 
 def check(
     world: int | None, *, size: int, plan: str, stage: int, min_params: int, mixed: str, offload: bool, replicate: int
 ) -> dict[str, str]:
-    """The plan, read. Raises SettingError for what cannot work on so many processes."""
+    """Parse the plan. Raises SettingError for options that cannot work on this number of processes."""
     if stage == 1:
         raise SettingError(
-            "strategy fsdp+tensor: stage=1 slices the optimizer's state beside whole parameters, and here they are cut "
-            "already. Use stage=2 or stage=3; or strategy='tensor', which keeps 1/size of the state of cut layers."
+            "strategy fsdp+tensor: stage=1 shards the optimizer state of whole parameters, but the tensor dimension "
+            "has already split them. Use stage=2 or stage=3; or strategy='tensor', which keeps 1/size of the state of "
+            "split layers."
         )
     common: dict[str, Any] = {"stage": stage, "min_params": min_params, "mixed": mixed, "offload": offload}
     if world == 1:
@@ -62,28 +65,28 @@ def check(
     patterns = tensor.check(world, "fsdp+tensor", size=size, plan=plan)
     if world is not None and world // size < 2:
         raise SettingError(
-            f"strategy fsdp+tensor: size={size}: of {world} processes none are left to slice over. Start {2 * size} or "
-            "more; or use strategy='tensor'."
+            f"strategy fsdp+tensor: size={size} with {world} processes leaves only one to shard over. Start "
+            f"{2 * size} or more; or use strategy='tensor'."
         )
     fsdp.check(None if world is None else world // size, "fsdp+tensor", replicate=1, **common)
     if replicate < 1 or (world is not None and (world // size % replicate or world // size // replicate < 2)):
         raise SettingError(
-            f"strategy fsdp+tensor: replicate={replicate}: {world or 'so many'} processes cannot be {replicate} "
-            f"replicas, each in slices over at least two and in parts over {size}. Start "
-            f"{2 * size * max(replicate, 1)} processes, or leave replicate out."
+            f"strategy fsdp+tensor: replicate={replicate}: {world or 'the'} processes cannot form {replicate} "
+            f"replicas, each split over {size} processes and sharded over at least two. Start "
+            f"{2 * size * max(replicate, 1)} processes, or drop replicate."
         )
     return patterns
 
 
 def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
-    """fsdp, with the options that it knows."""
+    """Run fsdp, without the options of tensor."""
     options = {key: value for key, value in spec.options.items() if key not in ("size", "plan")}
     return StrategySpec("fsdp", options), line("fsdp+tensor", "shards nothing here and runs as 'fsdp'")
 
 
 class FSDPTensor(FSDP2):
-    """size: devices that share the parts of a layer, two by default; plan: which layers are cut and how, as of tensor.
-    The others: as of fsdp, with stages 2 and 3."""
+    """size: devices that share a layer, two by default; plan: which layers are split and how, as in tensor. Other
+    options: as in fsdp, with stages 2 and 3."""
 
     def __init__(
         self,
@@ -132,15 +135,15 @@ class FSDPTensor(FSDP2):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Phase 3."""
-        graded = [p.grad for p in self.store.parameters if p.grad is not None and not is_cut(p)]
-        grads = [dtensor.local(grad) for grad in graded]
-        collectives.sum_all(grads, self.mesh.group("tensor"))
+        """Phase 3: average gradients of parameters that are whole along `tensor`."""
+        with_gradient = [p.grad for p in self.store.parameters if p.grad is not None and not is_cut(p)]
+        grads = [dtensor.local(grad) for grad in with_gradient]
+        self.mesh.group("tensor").sum_tensors(grads)
         if grads:
             foreach_mul_(grads, 1 / self.mesh.size("tensor"))
 
     def explain(self, error: Exception) -> Exception | None:
-        found = explained(error, "Leave the layers before and after it out of the plan, or gather.")
+        found = explained(error, "Leave the layers before and after it out of the plan, or use gather.")
         return found or super().explain(error)
 
     def close(self) -> None:

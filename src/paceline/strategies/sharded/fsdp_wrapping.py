@@ -1,8 +1,8 @@
-"""FSDP wrapping: which layers fsdp shards one by one, and every way in which user code can call into a sharded model.
+"""FSDP wrapping: the layers that fsdp shards one by one, and all ways in which user code can call a sharded model.
 
-FSDP2 gathers the parameters of a module when its forward is called. Scripts also call other methods of a model, or a
-layer of it (`model.features(x)`, `model.head(x)`). Such a call is treated as the forward of the module whose parameters
-it needs, unless it comes from within that forward.
+FSDP2 gathers the parameters of a module when its forward is called. Scripts also call other methods of a model, or one
+of its layers (`model.features(x)`, `model.head(x)`). Such a call is treated as the forward of the module that has the
+parameters, unless it comes from within that forward.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from paceline.torch_private.core import BatchNormBase, parameters_of
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the parameters of models are sharded; options of fsdp, except for `keep`."""
+    """How models are sharded. All fields except `keep` are options of fsdp."""
 
-    wrap: str  # which layers travel together
-    min_params: int  # layers with fewer parameters travel with what surrounds them
-    checkpointing: bool  # whether layers are computed again in the backward
+    wrap: str  # the layers that are gathered one by one
+    min_params: int  # layers with fewer parameters join the layer around them
+    checkpointing: bool  # whether layers are recomputed in the backward
     find_unused: bool  # whether the parameters that a loss uses may differ between steps
-    mixed: torch.dtype | None = None  # stages 2 and 3 gather parameters, and compute, in it
-    offload: bool = False  # stages 2 and 3: whether shards lie on the CPU
+    mixed: torch.dtype | None = None  # the dtype in which stages 2 and 3 gather parameters and compute
+    offload: bool = False  # stages 2 and 3: whether shards are on the CPU
     keep: bool = False  # whether parameters stay gathered between forward and backward: stage 2
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
@@ -42,11 +42,11 @@ _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def layers_of(model: nn.Module, wrap: str, min_params: int) -> list[nn.Module]:
-    """The layers whose parameters travel together, inner ones first.
+    """The layers that are gathered separately, inner ones first.
 
-    wrap="auto": the outermost entries of nn.Sequential, nn.ModuleList and nn.ModuleDict that are no such lists
-    themselves. "none": no layer. Else names of classes, joined by "+". Layers with fewer than min_params parameters
-    travel with what surrounds them.
+    wrap="auto": the entries of nn.Sequential, nn.ModuleList and nn.ModuleDict. Lists within lists are flattened; the
+    inside of an entry is not searched. "none": no layer. Otherwise: names of classes, joined by "+". Layers with fewer
+    than min_params parameters join the layer around them.
     """
     if wrap == "none":
         return []
@@ -67,8 +67,8 @@ def layers_of(model: nn.Module, wrap: str, min_params: int) -> list[nn.Module]:
 
 
 def _untied(model: nn.Module, layers: list[nn.Module]) -> list[nn.Module]:
-    """Without layers that share a parameter with other layers, or with modules outside of layers: shared parameters
-    travel with the module that surrounds all users."""
+    """Drop layers that share a parameter with other layers, or with modules outside of layers. A shared parameter is
+    gathered by the module that contains all its users."""
     within = {layer: set(layer.modules()) for layer in [*layers, model]}
     users: dict[Tensor, set[nn.Module]] = {}
     for layer, modules in within.items():
@@ -93,8 +93,8 @@ def _entries(module: nn.Module, listed: bool) -> Iterator[nn.Module]:
 
 
 def recompute(layers: Sequence[nn.Module]) -> None:
-    """Activation checkpointing: in the backward these layers run their forward again. Raises ModelError where that
-    would change results."""
+    """Activation checkpointing: run these layers' forward again in the backward. Raises ModelError if that would change
+    results."""
     if not layers:
         raise ModelError(
             "strategy fsdp: checkpointing=true found no layer to recompute. Name the classes of layers "
@@ -104,22 +104,22 @@ def recompute(layers: Sequence[nn.Module]) -> None:
         for name, module in layer.named_modules():
             if isinstance(module, BatchNormBase) and module.track_running_stats:
                 raise ModelError(
-                    f"strategy fsdp: checkpointing=true computes {type(layer).__name__} twice, and its batch norm "
-                    f"{name!r} would take each batch into its running statistics twice. Leave it out, or use a "
-                    "normalisation within the example (GroupNorm)."
+                    f"strategy fsdp: checkpointing=true runs {type(layer).__name__} twice, so its batch norm {name!r} "
+                    "would count each batch twice in its running statistics. Drop checkpointing, or use a "
+                    "normalisation per example (GroupNorm)."
                 )
         fully_shard.checkpoint(layer)
 
 
 def gather_on_any_call(model: nn.Module) -> None:
-    """Lets user code call every module of a sharded model, and every public method of the model and its layers: each
-    such call gathers the parameters. `save_pretrained` gathers none: one rank may call it, and is told what to give it.
-    Once for each model."""
+    """Gather parameters whenever user code calls a module of a sharded model, or a public method of the model or of its
+    layers. `save_pretrained` gathers none, since only one rank may call it; without a state_dict it raises UsageError.
+    Call this once per model."""
     _wrap_calls(model, None, _Saving())
 
 
 class _Saving:
-    """Whether a model's save_pretrained is at work, whose calls of further methods gather nothing."""
+    """Whether a model's save_pretrained is running. While it runs, other methods gather nothing."""
 
     active = False
 
@@ -141,14 +141,14 @@ def _wrap_calls(module: nn.Module, state: Any, saving: _Saving) -> None:
 def _as_forward(module: nn.Module, state: Any, method: Callable[..., Any], saving: _Saving) -> Callable[..., Any]:
     @functools.wraps(method)
     def gathering(*args: Any, **kwargs: Any) -> Any:
-        if saving.active or fully_shard.phase(state) != "IDLE":  # IDLE: not in a forward of it, or its recomputation
+        if saving.active or fully_shard.phase(state) != "IDLE":  # not IDLE: in a forward or recomputation
             return method(*args, **kwargs)
         return fully_shard.as_forward(state, module, method, args, kwargs)
 
     return gathering
 
 
-_WRITES = "save_pretrained"  # how Hugging Face's models, PEFT's and others that follow them write themselves
+_WRITES = "save_pretrained"  # of Hugging Face's models, PEFT's and others with the same interface
 
 
 def _writing(method: Callable[..., Any], saving: _Saving) -> Callable[..., Any]:
@@ -156,9 +156,9 @@ def _writing(method: Callable[..., Any], saving: _Saving) -> Callable[..., Any]:
     def writing(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("state_dict") is None:
             raise UsageError(
-                "strategy fsdp: save_pretrained has no weights to write: in stages 2 and 3 this process holds slices. "
-                "Let all processes call run.export(path), and then rank 0 model.save_pretrained(folder, "
-                "state_dict=safetensors.torch.load_file(path)). Or take strategy='fsdp:stage=1', where parameters are "
+                "strategy fsdp: save_pretrained has no whole weights: in stages 2 and 3 this process holds shards. "
+                "Call run.export(path) on all processes, and then on rank 0 model.save_pretrained(folder, "
+                "state_dict=safetensors.torch.load_file(path)). Or use strategy='fsdp:stage=1', where parameters are "
                 "whole."
             )
         saving.active = True
@@ -171,14 +171,14 @@ def _writing(method: Callable[..., Any], saving: _Saving) -> Callable[..., Any]:
 
 
 _NO_COPY = (
-    "strategy fsdp: a model whose parameters are in slices (stages 2 and 3) cannot be copied with copy.deepcopy. For "
-    "an average of the weights write ema = run.ema(model, decay) in place of the copy; else use "
+    "strategy fsdp: a model with sharded parameters (stages 2 and 3) cannot be copied with copy.deepcopy. For an "
+    "average of the weights use ema = run.ema(model, decay) instead of the copy; otherwise use "
     "strategy='fsdp:stage=1', where parameters are whole."
 )
 
 
 def _public_methods(cls: type) -> set[str]:
-    """Methods that a script's own classes define, except for those of every nn.Module."""
+    """Methods that a script's classes define, except those of every nn.Module."""
     names: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.startswith("torch.") or base is object:

@@ -1,9 +1,9 @@
-"""Stage 1 of fsdp (ZeRO-1): ddp whose optimizer updates shards.
+"""Stage 1 of fsdp (ZeRO-1): as ddp, but the optimizer updates shards.
 
 Phase 1, forward and backward: as in ddp. Gradients are views of the reducer's buckets.
-Phase 2, step: each rank updates its shard of each parameter by the same shard of the gradient. It has optimizer state
-  of this shard only.
-Phase 3: all-gathers, of some 25 MB each, write the other ranks' shards into the parameters.
+Phase 2, step: each rank updates its shard of each parameter with the same shard of the gradient. It has optimizer state
+  for this shard only.
+Phase 3, step: all-gathers of some 25 MB each write the other ranks' shards into the parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.world import World
 
 
 class ZeRO1(DDP):
-    """One replica, which updates its shard of each parameter."""
+    """One replica. It updates one shard of each parameter."""
 
     def __init__(self, world: World, device: torch.device, mesh: Mesh, sharding: Sharding) -> None:
         super().__init__(world, device, find_unused=sharding.find_unused, gradient_as_bucket_view=True, reducer=NATIVE)
@@ -44,7 +44,7 @@ class ZeRO1(DDP):
         for parameter in self._names:
             self._masters.add(parameter)
         if any(optimizer.state for optimizer in added):
-            self._check_alike("in `prepare`", "They were loaded on some")
+            self._check_alike("in `prepare`", "Optimizer state was loaded on some")
         for optimizer in added:
             self._masters.register(optimizer)
         self._pickle_guard.install()
@@ -59,7 +59,7 @@ class ZeRO1(DDP):
         self._check_at_checkpoint()
         return full_state(self.models, self.optimizers, self._masters.of)
 
-    def own_state(self) -> None:
+    def local_state(self) -> None:
         return None
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

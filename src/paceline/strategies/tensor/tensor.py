@@ -1,27 +1,27 @@
-"""tensor: the devices of a model-parallel group get the same examples, and each computes another part of the layers.
+"""tensor: all devices of a model-parallel group get the same examples; each computes a different part of the layers.
 
     4 processes, size=2                 up (column)        down (row)
-      shard 0:  rank 0                  rows 0..k/2        columns 0..k/2      } the same examples, another
-                rank 1                  rows k/2..k        columns k/2..k      } half of each cut layer
-      shard 1:  ranks 2 and 3           as ranks 0 and 1, of other examples
+      shard 0:  rank 0                  rows 0..k/2        columns 0..k/2      } the same examples, a different
+                rank 1                  rows k/2..k        columns k/2..k      } half of each split layer
+      shard 1:  ranks 2 and 3           as ranks 0 and 1, with other examples
 
-Phase 1, forward: a layer cut by columns takes whole activations and gives the part of its outputs that is its own; what
-  stands between works on that part; a layer cut by rows multiplies it with its columns, and the parts are added by an
-  all-reduce. Layers that are not cut compute the same on each device of the group.
-Phase 2, backward: the same the other way round: the gradient of a column layer's input is all-reduced over the group.
-Phase 3, reduce, in the last micro-batch: gradients of cut parameters are summed over the data-parallel group. Those of
-  the others are summed over all processes and divided by the group's size: within a group they are equal up to what a
-  device's kernels leave open, and so the copies cannot drift apart.
-Phase 4, step: the user's optimizer, whose parameters are DTensors where they are cut.
+Phase 1, forward: on each device, a layer split by columns takes whole activations and computes a part of the outputs.
+  Operations between layers work on this part. A layer split by rows takes the part as input, and an all-reduce adds the
+  devices' results. Layers that are not split compute the same on each device of the group.
+Phase 2, backward: the same in reverse: the gradient of a column layer's input is all-reduced over the group.
+Phase 3, reduce, in the last micro-batch: gradients of split parameters are summed over the data-parallel group. Other
+  gradients are summed over all processes and divided by the size of the model-parallel group. Within this group they
+  are equal except for nondeterministic kernels; averaging keeps the copies from drifting apart.
+Phase 4, step: the user's optimizer makes the update. Split parameters are DTensors.
 
-Between devices of a group, for each pair of column and row layers: one all-reduce of the row layer's output in the
-forward, and one of the gradient of each column layer's input in the backward (three for an attention block's q, k and
-v). Between groups: gradients, as in ddp, after the backward. Memory: of cut layers 1/size of parameters, gradients,
-optimizer state and inner activations; of everything else all.
+Traffic within a group, for each pair of column and row layers: one all-reduce of the row layer's output in the forward,
+and one of the gradient of each column layer's input in the backward (three for an attention block's q, k and v).
+Between groups: gradients, as in ddp, after the backward. Memory: for split layers 1/size of parameters, gradients,
+optimizer state and inner activations; everything else in full.
 
 Follows Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-section 3, on torch.distributed.tensor.parallel.parallelize_module; AlexNet's two GPUs (Krizhevsky et al. 2012) before.
-Why a plan cannot be wrong: tensor_cut.py.
+section 3, with torch.distributed.tensor.parallel.parallelize_module; and AlexNet on two GPUs (Krizhevsky et al. 2012).
+tensor_cut.py explains why no plan can give wrong results.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.comm import collectives, dtensor
-from paceline.comm.mesh import Mesh, check_size
+from paceline.comm import dtensor
+from paceline.comm.mesh import Mesh, check_size, world_group
 from paceline.config import StrategySpec
 from paceline.data.batch_plan import one_shard
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
@@ -55,7 +55,8 @@ from paceline.world import World
 
 
 def check(world: int | None, strategy: str = "tensor", *, size: int, plan: str) -> dict[str, str]:
-    """The plan, read. strategy: for messages. Raises SettingError for what cannot work on so many processes."""
+    """Parse the plan. strategy: its name in messages. Raises SettingError for options that cannot work on this number
+    of processes."""
     if size:
         check_size(size, world, f"strategy {strategy}: size")
     return tensor_plan.read(plan) if plan else {}
@@ -66,8 +67,9 @@ def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
 
 
 class TensorParallel(LoopStrategy):
-    """size: devices in a group; all processes by default. plan: which layers are cut and how, as pattern:kind with
-    commas between, or a dict (tensor_plan.py); found in plain MLP and attention blocks if not given."""
+    """size: number of devices that share a layer; default: all processes. plan: which layers are split and how, as
+    pattern:kind separated by commas, or a dict (tensor_plan.py); default: a plan for MLP blocks, attention blocks and
+    grouped convolutions."""
 
     def __init__(self, world: World, device: torch.device, *, size: int = 0, plan: str = "") -> None:
         patterns = check(world.size, size=size, plan=plan)
@@ -77,7 +79,7 @@ class TensorParallel(LoopStrategy):
         self.mesh = Mesh(device, world.rank, {"replicate": world.size // size, "tensor": size})
         self.plan = one_shard(self.mesh.shards, self.mesh.shard)
         self.store = GradientStore()
-        self._sent: set[Tensor] = set()  # parameters and buffers that have had rank 0's values
+        self._sent: set[Tensor] = set()  # parameters and buffers that have received rank 0's values
         self._names: dict[Tensor, str] = {}
         self._used = UsedParameters("tensor", world.rank)
         self._cuts = LayerCuts(self.mesh, device, patterns)
@@ -105,14 +107,14 @@ class TensorParallel(LoopStrategy):
 
     @torch.no_grad()
     def _reduce(self, call: Kind) -> None:
-        """Phase 3."""
+        """Phase 3: sum gradients, after the backward."""
         if self._used.untouched:
             self._check_copies("before the first step")
-        grads = self._used.gradients(call, self._names, None)
+        grads = self._used.gradients(call, self._names, world_group())
         cut = [dtensor.local(grad) for grad in grads if is_cut(grad)]
         whole = [dtensor.local(grad) for grad in grads if not is_cut(grad)]
-        collectives.sum_all(cut, self.mesh.data)
-        collectives.sum_all(whole)
+        self.mesh.data.sum_tensors(cut)
+        world_group().sum_tensors(whole)
         if whole:
             foreach_mul_(whole, 1 / self.mesh.size("tensor"))
 
@@ -120,19 +122,19 @@ class TensorParallel(LoopStrategy):
         try:
             optimizer.step()
         except (NotImplementedError, RuntimeError) as error:
-            remedy = f"In the update by {type(optimizer).__name__}: use one whose operations torch can cut, AdamW."
+            remedy = f"The update by {type(optimizer).__name__} uses it. Use a different optimizer, such as AdamW."
             better = explained(error, remedy)
             if better is None:
                 raise
             raise better from error
 
     def explain(self, error: Exception) -> Exception | None:
-        return explained(error, "Leave the layers before and after it out of the plan, or gather.")
+        return explained(error, "Leave the layers before and after it out of the plan, or use gather.")
 
     # --- state
 
     def _check_copies(self, when: str) -> None:
-        """Raises ModelError, on all processes, where copies of a parameter are not the same bits."""
+        """Raises ModelError, on all processes, if copies of a parameter are not bit-identical."""
         named = named_state(self._names, self.optimizers)
         cut = [(name, dtensor.local(tensor)) for name, tensor in named if is_cut(tensor)]
         whole = [(name, dtensor.local(tensor)) for name, tensor in named if not is_cut(tensor)]

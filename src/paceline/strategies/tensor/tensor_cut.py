@@ -1,9 +1,10 @@
-"""Cuts layers of prepared models over the processes along `tensor`: for tensor, and for fsdp+tensor.
+"""Splits layers of prepared models along the mesh dimension `tensor`, for the strategies tensor and fsdp+tensor.
 
-Between a column and a row layer activations are DTensors. torch computes each operation on one as on the whole tensor
-(a view into heads, a softmax over them, a norm over the cut features), or raises where it does not know the operation.
-So a plan can be slow, or refused, but not wrong. Whole tensors that meet a cut one (masks, other parameters) count as
-replicated while a run with this strategy is open: they are the same on all devices of the group.
+Between a column and a row layer activations are DTensors. torch computes each operation on a DTensor as on the whole
+tensor (a view into heads, a softmax over them, a norm over the split features), or raises if it does not support the
+operation. So a plan can be slow, or refused, but not wrong. While a run with this strategy is open, whole tensors that
+are combined with split tensors (masks, other parameters) count as replicated: they are the same on all devices of the
+group.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from paceline.comm import collectives
-from paceline.comm.mesh import Mesh
+from paceline.comm.mesh import Mesh, world_group
 from paceline.errors import ModelError, warn
 from paceline.strategies.kit.dtensor_context import dtensor_context
 from paceline.strategies.kit.outputs import mapped
@@ -28,27 +28,29 @@ from paceline.torch_private.core import parameters_of
 
 def _style(kind: str, module: nn.Module) -> ParallelStyle:
     if kind == "row":
-        return RowwiseParallel(input_layouts=Replicate())  # it uses its own part of a whole input
+        return RowwiseParallel(input_layouts=Replicate())  # each device uses its part of a whole input
     if kind == "gather":
         return ColwiseParallel(output_layouts=Replicate())
     return ColwiseParallel(use_local_output=False)
 
 
 class LayerCuts:
-    """The cut layers of a run. Their parameters become DTensors along `tensor`. patterns: the plan; where it is empty a
-    plan is found in the models."""
+    """The split layers of a run. Their parameters are DTensors on the mesh dimension `tensor`.
+
+    patterns: the plan; if empty, a plan is found in the models.
+    """
 
     def __init__(self, mesh: Mesh, device: torch.device, patterns: Mapping[str, str]) -> None:
         self._mesh, self._device, self._patterns = mesh, device, patterns
-        self._known: set[nn.Module] = set()  # models that were cut
-        self._placed: set[Tensor] = set()  # parameters whose gradients get their placements
+        self._known: set[nn.Module] = set()  # models that were split
+        self._placed: set[Tensor] = set()  # parameters with a hook that sets their gradients' placements
         self._matched: set[str] = set()  # patterns that fit a layer
         self._hooks: list[Any] = []
         self._context = dtensor_context(mesh.along("tensor"))
         self._context.__enter__()
 
     def cut(self, models: Sequence[nn.Module]) -> dict[Tensor, Tensor]:
-        """Cuts new models. Returns their old parameters -> the new ones. Collective."""
+        """Split new models. Returns old parameter -> new parameter. Collective."""
         new = [model for model in models if model not in self._known]
         replaced: dict[Tensor, Tensor] = {}
         for model, plan in zip(new, self._plans(new), strict=True):
@@ -61,7 +63,7 @@ class LayerCuts:
         return replaced
 
     def place_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """From now on each gradient of these is cut as its parameter is, and whole where that is whole."""
+        """From now on give each gradient of these parameters the parameter's placements."""
         for p in parameters:
             if p.requires_grad and p not in self._placed:
                 self._placed.add(p)
@@ -86,8 +88,8 @@ class LayerCuts:
                 layers = [name for m in models for name, part in m.named_modules() if tensor_plan.can_be_cut(part)]
                 raise ModelError(
                     f"strategy tensor: plan: {', '.join(missing)} fits no layer of the prepared model. Its layers that "
-                    f"can be cut are: {', '.join(layers[:12])}{' ...' if len(layers) > 12 else ''}. `*` stands for one "
-                    "part of a name; prepare all models together."
+                    f"can be split are: {', '.join(layers[:12])}{' ...' if len(layers) > 12 else ''}. `*` matches one "
+                    "part of a name. Prepare all models together."
                 )
             return plans
         found = [tensor_plan.found(model, size) for model in models]
@@ -95,10 +97,10 @@ class LayerCuts:
             passed = [line for _, lines in found for line in lines]
             why = "Left whole: " + "; ".join(passed[:3]) if passed else "No such block was found."
             raise ModelError(
-                f"strategy tensor: nothing of {', '.join(type(model).__name__ for model in models)} can be cut over "
-                f"{size} devices: it looks for MLPs (Linear, activation, Linear), attention blocks (q, k, v, out) and "
-                f"grouped convolutions. "
-                f"{why} Name the layers: plan=encoder.*.up:column,encoder.*.down:row; or use strategy='ddp'."
+                f"strategy tensor: found nothing in {', '.join(type(model).__name__ for model in models)} to split "
+                f"over {size} devices. It looks for MLPs (Linear, activation, Linear), attention blocks (q, k, v, "
+                f"out) and grouped convolutions. {why} Name the layers to split: "
+                "plan=encoder.*.up:column,encoder.*.down:row; or use strategy='ddp'."
             )
         left = [line for _, lines in found for line in lines]
         if left and self._mesh.rank == 0:
@@ -107,14 +109,15 @@ class LayerCuts:
         return [plan for plan, _ in found]
 
     def _cut(self, module: nn.Module, kind: str, replaced: Mapping[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Cuts one layer, so that one layer at a time is whole on the device. Returns its old parameters -> the new
-        ones. replaced: those of layers that were cut before; tied ones among them are used here too."""
+        """Split one layer, so that the device holds at most one whole layer at a time. Returns old parameter -> new
+        parameter. replaced: the same for earlier layers. If a parameter is tied to an earlier layer, its new parameter
+        is used."""
         before = {name: p for name, p in parameters_of(module).items() if p is not None}
         tied = {name: replaced[p] for name, p in before.items() if p in replaced}
         parameters_of(module).update(tied)
         module.to(self._device)
         own = {name: p for name, p in parameters_of(module).items() if p is not None and name not in tied}
-        collectives.broadcast_tensors(own.values())
+        world_group().broadcast_tensors(own.values())
         if isinstance(module, (nn.Linear, nn.Embedding)) and kind != "qkv":
             parallelize_module(module, self._mesh.along("tensor"), _style(kind, module), src_data_rank=None)
         else:
@@ -126,8 +129,8 @@ class LayerCuts:
 
 
 def _replace_tied(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
-    """Puts the new parameters wherever the old ones stand too (tied weights), also into layers that are not cut: a
-    DTensor computes as the whole tensor."""
+    """Replace all other uses of the old parameters (tied weights), even in layers that are not split: operations on a
+    DTensor compute the same as on the whole tensor."""
     for module in model.modules():
         for name, p in parameters_of(module).items():
             if p is not None and p in replaced:
@@ -135,25 +138,25 @@ def _replace_tied(model: nn.Module, replaced: Mapping[Tensor, Tensor]) -> None:
 
 
 def _fix_output(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """A hook for cut layers. An output without elements becomes whole, since torch (2.13, `view_groups`) never returns
-    from a reshape of a cut one. A whole output gets a whole gradient, also where it met a cut tensor."""
+    """A hook for split layers. An empty output is made whole, since torch (2.13, `view_groups`) hangs in a reshape of
+    an empty split tensor. A whole output gets a whole gradient, even if it was combined with a split tensor."""
     if isinstance(output, DTensor):
         if output.numel():
             return output
         part = output.to_local()
-        return part.new_zeros(output.shape) + part.sum()  # zero, and part of the graph
+        return part.new_zeros(output.shape) + part.sum()  # zeros, connected to the graph
     if output.requires_grad:
         output.register_hook(lambda gradient: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
     return output
 
 
 def _whole_outputs(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """A hook for models: what they return is whole."""
+    """A hook for models: make their outputs whole."""
     return mapped(outputs, DTensor, lambda t: t.full_tensor())
 
 
 def _placed_as(parameter: Tensor) -> Callable[[Tensor], Tensor]:
-    """A hook for a parameter: its gradient gets its placements."""
+    """Return a hook that gives the parameter's gradient the placements of the parameter."""
 
     def hook(gradient: Tensor) -> Tensor:
         if not isinstance(gradient, DTensor):
@@ -168,7 +171,7 @@ def _placed_as(parameter: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def is_cut(tensor: Tensor) -> bool:
-    """Whether the processes along `tensor` have other parts of it."""
+    """Whether the processes along the mesh dimension `tensor` hold different parts of this tensor."""
     if not isinstance(tensor, DTensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -176,11 +179,11 @@ def is_cut(tensor: Tensor) -> bool:
 
 
 def explained(error: Exception, remedy: str) -> ModelError | None:
-    """A better error for torch's about an operation that it cannot compute on a cut tensor; None for others."""
+    """A better error if torch does not support an operation on a split tensor; None for other errors."""
     text = str(error)
     if "harding propagation failed" not in text and "sharding strategy registered" not in text:
         return None
     return ModelError(
-        f"strategy tensor: torch cannot compute this operation on a tensor that is cut over devices: "
+        f"strategy tensor: torch does not support this operation on a tensor that is split over devices: "
         f"{text.splitlines()[0]}. {remedy}"
     )

@@ -1,18 +1,18 @@
-"""Cuts layers that torch's own tensor parallelism does not: linear layers with a transposed weight (GPT-2's Conv1D),
-layers that compute q, k and v together, and convolutions.
+"""Splits layers that torch's tensor parallelism does not support: linear layers with a transposed weight (GPT-2's
+Conv1D), layers that compute q, k and v together, and convolutions.
 
 Such a layer computes with its local weight, a plain tensor. Its inputs and outputs are whole tensors or DTensors, as
 with torch's ColwiseParallel and RowwiseParallel:
 
-    kind     weight                    input               output
-    column   its outputs are cut       whole, on each      cut along the features (of a convolution, the channels)
-    gather   its outputs are cut       whole, on each      joined at once
-    row      its inputs are cut        cut                 the parts' sums, added by an all-reduce
-    qkv      each third of its         whole, on each      three tensors side by side (`Thirds`), each cut along the
-             outputs is cut                                features
+    kind     weight                    input         output
+    column   split by outputs          replicated    split along the features (of a convolution, the channels)
+    gather   split by outputs          replicated    gathered
+    row      split by inputs           split         the sum of the parts, by an all-reduce
+    qkv      each third split by       replicated    three tensors side by side (`Thirds`), each split along the
+             its outputs                             features
 
-A grouped convolution computes each group of channels from the same group of inputs. It is cut by whole groups, so that
-column and gather cut its input too.
+A grouped convolution computes each group of channels from the same group of inputs. It is split by whole groups, so
+column and gather split its input too.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether the module computes x @ weight + bias, as GPT-2's Conv1D does. Not its name decides: a copy with fixed
-    numbers as weights, the same on all processes, runs the forward."""
+    """Whether the module computes x @ weight + bias, as GPT-2's Conv1D does. The class's name does not matter: the
+    forward of a copy is run with fixed weights, which are the same on all processes."""
     own = parameters_of(module)
     weight, bias = own.get("weight"), own.get("bias")
     if not isinstance(weight, Tensor) or not isinstance(bias, Tensor) or len(own) != 2:
@@ -60,7 +60,7 @@ def is_transposed_linear(module: nn.Module) -> bool:
         x = torch.stack([rows, rows.square() + 1])[None]
         try:
             found = type(module).forward(tried, x)
-        except Exception:  # whatever another layer's forward does with this input
+        except Exception:  # other layers may raise any exception for this input
             return False
         expected = x @ tried.weight + tried.bias  # type: ignore[operator]
         return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.allclose(found, expected))
@@ -71,7 +71,7 @@ def is_linear(module: nn.Module | None) -> bool:
 
 
 def features(module: nn.Module) -> tuple[int, int]:
-    """A linear layer's inputs and outputs."""
+    """The numbers of inputs and outputs of a linear layer."""
     weight = parameters_of(module)["weight"]
     assert weight is not None
     rows, columns = weight.shape
@@ -79,7 +79,7 @@ def features(module: nn.Module) -> tuple[int, int]:
 
 
 def placements_of(module: nn.Module, kind: str) -> dict[str, Placement]:
-    """The placement of each parameter of such a layer."""
+    """The placement of each parameter of a layer of this kind."""
     if isinstance(module, CONVOLUTIONS):
         out, inner = 0, 1
     else:
@@ -92,7 +92,7 @@ def placements_of(module: nn.Module, kind: str) -> dict[str, Placement]:
 
 
 def cut(module: nn.Module, kind: str, mesh: Any) -> None:
-    """Cuts a layer's parameters in place, and replaces its forward by one that uses the local ones."""
+    """Split a layer's parameters in place, and replace its forward by one that uses the local parts."""
     for name, placement in placements_of(module, kind).items():
         parameter = parameters_of(module).get(name)
         if parameter is not None and not isinstance(parameter, DTensor):
@@ -115,7 +115,7 @@ def _compute(module: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 
 
 def _axis(module: Any, x: Tensor) -> int:
-    """The dimension of the features, in input and output."""
+    """The dimension of the features in a layer's input and output."""
     return x.dim() - module.weight.dim() + 1 if isinstance(module, CONVOLUTIONS) else x.dim() - 1
 
 
@@ -131,10 +131,10 @@ def _here(parameter: Any) -> Any:
 
 
 def _outputs(module: Any, x: Tensor) -> Tensor:
-    """The local outputs."""
+    """This device's part of the outputs."""
     mesh, weight = _mesh(module), _here(module.weight)
     if isinstance(module, CONVOLUTIONS) and module.groups > 1:
-        given = _placed(x, mesh, Shard(_axis(module, x))).to_local()  # the channels of its own groups
+        given = _placed(x, mesh, Shard(_axis(module, x))).to_local()  # the channels of this device's groups
     else:
         given = _placed(x, mesh, Replicate()).to_local(grad_placements=[Partial()])
     return _compute(module, given, weight, _here(module.bias))
@@ -164,7 +164,7 @@ def _row(module: Any, x: Tensor) -> Tensor:
 def _qkv(module: Any, x: Tensor) -> Tensor:
     mesh = _mesh(module)
     output = _outputs(module, x)
-    if not output.numel():  # of no examples: whole, and part of the graph
+    if not output.numel():  # no examples: return a whole tensor, connected to the graph
         return output.new_zeros((*output.shape[:-1], output.shape[-1] * mesh.size())) + output.sum()
     last = [Shard(output.dim() - 1)]
     return Thirds([DTensor.from_local(part, mesh, last, run_check=False) for part in output.chunk(3, -1)])
@@ -181,8 +181,8 @@ _FORWARDS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 class Thirds(Tensor):
     """Three tensors of one shape, side by side in the last dimension: q, k and v of one layer.
 
-    `split`, `chunk` and `tensor_split` into the thirds return these tensors, and a `view` that gives the thirds their
-    own dimension stacks them: nothing is communicated. Any other operation joins them first.
+    `split`, `chunk` and `tensor_split` into the thirds return these tensors, and a `view` that makes the thirds a
+    separate dimension stacks them, without communication. Any other operation joins them first.
     """
 
     thirds: list[Tensor]
@@ -228,12 +228,12 @@ class Thirds(Tensor):
 
 
 def _lost(gradient: Tensor) -> NoReturn:
-    """A hook: gradients must go to the thirds. A user's torch.autograd.Function, which ignores tensor subclasses, would
-    send one to the wrapper."""
+    """A hook: raise ModelError for a gradient of the wrapper, since gradients must go to the thirds. A user's
+    torch.autograd.Function causes this, since it ignores tensor subclasses."""
     raise ModelError(
-        "strategy tensor: the output of a layer that computes q, k and v together is handed to a "
-        "torch.autograd.Function, and its gradient would be lost. Leave the layer out of the plan, or give it as "
-        "gather."
+        "strategy tensor: the output of a layer that computes q, k and v together is passed to a "
+        "torch.autograd.Function, and its gradient would be lost. Leave the layer out of the plan, or use kind gather "
+        "for it."
     )
 
 

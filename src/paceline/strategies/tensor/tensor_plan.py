@@ -1,17 +1,17 @@
-"""Which layers `tensor` cuts, and how: by the user's plan, or by one that is found for MLP and attention blocks and
-grouped convolutions.
+"""Chooses the layers that `tensor` splits, and how, with the user's plan or with a plan found in the model.
 
-    column   cuts a Linear's outputs: part r of n has rows r/n of its weight. The output stays cut.
-    row      cuts a Linear's inputs: part r of n has columns r/n of its weight. The parts' outputs are added.
+    column   splits a Linear's outputs: each of n devices has 1/n of the rows of the weight. The output stays split.
+    row      splits a Linear's inputs: each of n devices has 1/n of the columns of the weight. The outputs are added.
     gather   as column, and the output is gathered (a classifier's head over many classes).
-    qkv      of a Linear that computes q, k and v side by side: cuts the outputs of each third.
+    qkv      for a Linear that computes q, k and v side by side: splits the outputs of each third.
 
-An Embedding is cut along its features by column and gather, along its vocabulary by row. A layer that computes
-x @ weight + bias, as GPT-2's Conv1D does, is a Linear whose weight is transposed. A convolution is cut along its
-channels, a grouped one by whole groups.
+column and gather split an Embedding along its features, row along its vocabulary. A layer that computes
+x @ weight + bias, as GPT-2's Conv1D does, is a Linear with a transposed weight. A convolution is split along its
+channels, a grouped convolution by whole groups.
 
-Blocks are found by the names of layers, or else by their shapes: an MLP widens and narrows again, with no parameters in
-between; q, k and v stand side by side, and the next Linear has their outputs' width as its input's.
+Without a plan, MLP blocks, attention blocks and grouped convolutions are split. Blocks are found by the names of their
+layers, or else by the shapes. An MLP widens and narrows again, with no parameters in between. In attention, q, k and v
+are adjacent, and the input of the next Linear is as wide as their outputs.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from paceline.torch_private.core import children_of, parameters_of
 
 KINDS = ("column", "row", "gather", "qkv")
 Plan = dict[str, tuple[nn.Module, str]]
-"""Module's name -> the module, its kind."""
+"""Name of a module -> (module, kind)."""
 
-# Names of a block's layers in models: those that are cut by column, then the one that is cut by row.
+# Names of a block's layers in common models: the layers to split by column, then the layer to split by row.
 _MLPS = (
     (("gate_proj", "up_proj"), "down_proj"),
     (("w1", "w3"), "w2"),
@@ -64,7 +64,7 @@ _ATTENTIONS = (
     (("to_q", "to_k", "to_v"), "to_out"),
     (("q_lin", "k_lin", "v_lin"), "out_lin"),
 )
-_BY_HEAD = ("query_key_value",)  # fused layers whose outputs are q, k and v of the first head, then of the second, ...
+_BY_HEAD = ("query_key_value",)  # fused layers with outputs by head: q, k, v of the first head, then of the second, ...
 _HEADS = ("n_head", "n_heads", "num_heads", "nhead", "heads", "num_attention_heads")
 _KEY_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
 _BETWEEN = (
@@ -74,27 +74,28 @@ _BETWEEN = (
 
 
 def read(plan: object) -> dict[str, str]:
-    """A plan as {pattern: kind}, of a dict or of text: "layers.*.up:column,layers.*.down:row". Raises SettingError."""
+    """Parse a plan, a dict or text such as "layers.*.up:column,layers.*.down:row", into {pattern: kind}. Raises
+    SettingError."""
     if isinstance(plan, str):
         parts = [part.strip() for part in plan.split(",") if part.strip()]
         pairs = [tuple(part.replace("=", ":").rsplit(":", 1)) for part in parts]
         if any(len(pair) != 2 for pair in pairs):
             raise SettingError(
-                f"strategy tensor: plan={plan!r}: write pattern:kind, several with commas between them, as in "
+                f"strategy tensor: plan={plan!r}: write pattern:kind, separated by commas, as in "
                 "plan=layers.*.up:column,layers.*.down:row (kinds: column, row, gather, qkv)."
             )
         plan = {pattern.strip(): kind.strip() for pattern, kind in pairs}
     if not isinstance(plan, Mapping):
-        raise SettingError(f"strategy tensor: plan={plan!r}: text or a dict {{pattern: kind}} is needed.")
+        raise SettingError(f"strategy tensor: plan={plan!r}: use text or a dict {{pattern: kind}}.")
     for pattern, kind in plan.items():
         if kind not in KINDS:
-            raise SettingError(f"strategy tensor: plan: {pattern}:{kind}: no such kind. {suggest(str(kind), KINDS)}")
+            raise SettingError(f"strategy tensor: plan: {pattern}:{kind}: unknown kind. {suggest(str(kind), KINDS)}")
     return dict(plan)
 
 
 def matched(model: nn.Module, patterns: Mapping[str, str], size: int) -> tuple[Plan, set[str]]:
-    """The layers that the patterns name, and the patterns that name one. `*` stands for one part of a name. The first
-    pattern that fits a layer counts. Raises ModelError for a layer that cannot be cut so."""
+    """The plan of all layers that match a pattern, and the patterns that match a layer. `*` matches one part of a name.
+    The first matching pattern decides. Raises ModelError for a layer that cannot be split in this way."""
     found: Plan = {}
     used: set[str] = set()
     for name, module in model.named_modules():
@@ -116,20 +117,20 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def can_be_cut(module: nn.Module) -> bool:
-    """Whether it is of a kind that can be cut, by a size that divides it."""
+    """Whether this kind of layer can be split, if its sizes are divisible by the number of devices."""
     known = isinstance(module, (nn.Linear, nn.Embedding, *CONVOLUTIONS))
     return (known and inspect.unwrap(type(module).forward) in _OWN_FORWARDS) or is_transposed_linear(module)
 
 
 def why_not(module: nn.Module, kind: str, size: int) -> str:
-    """Why this layer cannot be cut in this way, as the end of a sentence; empty where it can."""
+    """Why this layer cannot be split in this way, as the end of a sentence; "" if it can."""
     if not can_be_cut(module):
         return (
-            f"is a {type(module).__name__}. Only nn.Linear, nn.Embedding, nn.Conv1d to 3d, with their own forward, and "
-            "layers that compute x @ weight + bias can be cut."
+            f"is a {type(module).__name__}. Only nn.Linear, nn.Embedding and nn.Conv1d to nn.Conv3d with torch's "
+            "forward, and layers that compute x @ weight + bias, can be split."
         )
     if parameters_of(module).get("weight") is None:
-        return "has no parameter `weight` of its own (a parametrization, such as weight_norm). Leave it out."
+        return "has no plain parameter `weight` (but a parametrization, such as weight_norm). Leave it out."
     if kind == "qkv" and not is_linear(module):
         return f"is a {type(module).__name__}; qkv is for a linear layer that computes q, k and v. Use column or row."
     if isinstance(module, CONVOLUTIONS):
@@ -155,10 +156,10 @@ _OWN_FORWARDS = (nn.Linear.forward, nn.Embedding.forward, *(layer.forward for la
 
 def _why_not_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, kind: str, size: int) -> str:
     if module.padding_mode != "zeros":
-        return f"has padding_mode={module.padding_mode!r}; only 'zeros' can be cut. Leave it out."
+        return f"has padding_mode={module.padding_mode!r}; only 'zeros' can be split. Leave it out."
     if module.groups > 1:
         if kind == "row":
-            return "is a grouped convolution: its groups are shared out by column or gather."
+            return "is a grouped convolution, which is split by groups. Use column or gather."
         what, length = "groups", module.groups
     else:
         what, length = ("in_channels", module.in_channels) if kind == "row" else ("out_channels", module.out_channels)
@@ -168,14 +169,14 @@ def _why_not_convolution(module: nn.Conv1d | nn.Conv2d | nn.Conv3d, kind: str, s
 
 
 def placement_of(module: nn.Module, name: str, kind: str) -> Placement:
-    """How a layer of this kind has its parameter cut."""
+    """The placement of a parameter in a layer of this kind."""
     if isinstance(module, nn.Embedding):
         return Shard(0 if kind == "row" else 1)
     return placements_of(module, kind)[name]
 
 
 def check_tied(plan: Plan) -> None:
-    """Raises ModelError where two chosen layers share a parameter and would cut it in two ways."""
+    """Raises ModelError if two chosen layers share a parameter and would split it in different ways."""
     ways: dict[int, tuple[str, str, Placement]] = {}
     for name, (module, kind) in plan.items():
         for key, p in parameters_of(module).items():
@@ -186,13 +187,13 @@ def check_tied(plan: Plan) -> None:
             if way != placement:
                 raise ModelError(
                     f"strategy tensor: plan: the layers {other}:{its} and {name}:{kind} share a parameter (tied "
-                    "weights) and would cut it in two ways. An Embedding cut by row (its vocabulary) goes with a "
-                    "Linear cut by column or gather (its outputs). Name one of the two only: the other one follows."
+                    "weights) and would split it in different ways. An Embedding split by row (its vocabulary) matches "
+                    "a Linear split by column or gather (its outputs). Name only one of the two: the other follows."
                 )
 
 
 def _check_heads(model: nn.Module, plan: Plan, size: int) -> None:
-    """Raises ModelError where a plan cuts attention whose heads the devices cannot share evenly."""
+    """Raises ModelError if a plan splits attention with heads that the devices cannot share evenly."""
     for name, layers, fault in _attentions(model, size):
         chosen = next((layer for layer in layers if layer in plan and plan[layer][1] in ("column", "qkv")), None)
         if fault and "evenly" in fault and chosen:
@@ -200,10 +201,10 @@ def _check_heads(model: nn.Module, plan: Plan, size: int) -> None:
 
 
 def found(model: nn.Module, size: int) -> tuple[Plan, list[str]]:
-    """The plan of the blocks that can be cut; and why other blocks stay whole."""
+    """A plan for the blocks that can be split, and for each other block the reason why it stays whole."""
     plan: Plan = {}
     whole: list[str] = []
-    in_attention: set[str] = set()  # layers of which no MLP is made
+    in_attention: set[str] = set()  # layers that cannot be part of an MLP
     attentions = list(_attentions(model, size))
     for _, layers, _ in attentions:
         in_attention |= layers.keys()
@@ -227,7 +228,7 @@ def _tied(model: nn.Module, modules: Mapping[str, nn.Module]) -> bool:
 
 
 Block = tuple[str, dict[str, str], str]
-"""(name of the module that has the block; its layers' full names, with their kinds; why it cannot be cut, or "")."""
+"""(name of the module around the block; {full name of a layer: kind}; reason why the block cannot be split, or "")."""
 
 
 def _full(parent: str, child: str) -> str:
@@ -235,7 +236,8 @@ def _full(parent: str, child: str) -> str:
 
 
 def _linear(parent: nn.Module, name: str) -> str | None:
-    """The name, if that child is linear, or a Sequential that begins with one (a projection and its dropout)."""
+    """The child's name if it is linear. If it is a Sequential that begins with a Linear (a projection and its dropout),
+    the name of this Linear. Otherwise None."""
     child = children_of(parent).get(name)
     if isinstance(child, nn.Sequential) and len(child) and isinstance(child[0], nn.Linear):
         rest = list(child)[1:]
@@ -254,15 +256,15 @@ def _why_not_heads(module: nn.Module, size: int) -> str:
     heads = [value for name in _HEADS if isinstance(value := getattr(module, name, None), int)]
     heads_of_keys = [value for name in _KEY_HEADS if isinstance(value := getattr(module, name, None), int)]
     if not heads:
-        return f"does not say its number of heads (as one of {', '.join(_HEADS)})."
+        return f"has no attribute with its number of heads (such as {', '.join(_HEADS)})."
     if any(value % size for value in heads + heads_of_keys):
         return f"has {min(heads + heads_of_keys)} heads, which {size} devices cannot share evenly."
     return ""
 
 
 def _separate(model: nn.Module, name: str, module: nn.Module) -> dict[str, str]:
-    """Attention with q, k and v as layers of their own, and the output projection: full names, and kinds. The
-    projection is in the module, or beside it."""
+    """{full name: kind} of an attention block with separate layers for q, k and v, and an output projection in the
+    module or next to it. {} if there is no such block."""
     for names, last in _ATTENTIONS:
         layers = [_full(name, layer) for child in (*names, last) if (layer := _linear(module, child)) is not None]
         if len(layers) > len(names):
@@ -282,7 +284,8 @@ def _separate(model: nn.Module, name: str, module: nn.Module) -> dict[str, str]:
 
 
 def _fused(name: str, module: nn.Module) -> dict[str, str]:
-    """Attention whose q, k and v are one layer, and the output projection: full names, and kinds."""
+    """{full name: kind} of an attention block with one layer for q, k and v, and an output projection. {} if there is
+    no such block."""
     if not any(isinstance(getattr(module, name, None), int) for name in _HEADS):
         return {}
     leaves = [child for child in children_of(module) if is_linear(children_of(module)[child])]
@@ -295,7 +298,7 @@ def _fused(name: str, module: nn.Module) -> dict[str, str]:
 
 
 def _linear_leaves(module: nn.Module) -> list[str]:
-    """Linear layers that are the module's children or theirs, in order."""
+    """Linear layers among the module's children and grandchildren, in order."""
     names = []
     for child, layer in module.named_children():
         if is_linear(layer):
@@ -323,7 +326,7 @@ def _named_mlp(parent: nn.Module) -> Iterator[tuple[Sequence[str], str]]:
 
 
 def _sequential(parent: nn.Module) -> Iterator[tuple[Sequence[str], str]]:
-    """In an nn.Sequential: a Linear, activations, and a Linear that takes what the first one gives."""
+    """MLPs in an nn.Sequential: a Linear, activations, and a Linear that takes the outputs of the first Linear."""
     if type(parent) is not nn.Sequential:
         return
     kinds = [(name, is_linear(layer), isinstance(layer, _BETWEEN)) for name, layer in parent.named_children()]
@@ -335,8 +338,8 @@ def _sequential(parent: nn.Module) -> Iterator[tuple[Sequence[str], str]]:
 
 
 def _widening(name: str, module: nn.Module, in_attention: set[str]) -> Iterator[tuple[Sequence[str], str]]:
-    """Two linear layers, the first of which widens and the second comes back to the width before, with nothing that has
-    parameters between them."""
+    """MLPs of two linear layers: the first widens, the second returns to the previous width. No module with parameters
+    is between them."""
     if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
         return
     leaves = _linear_leaves(module)
@@ -356,8 +359,8 @@ def _widening(name: str, module: nn.Module, in_attention: set[str]) -> Iterator[
 
 
 def _convolutions(model: nn.Module, size: int) -> Iterator[Block]:
-    """Grouped convolutions, but for those of one channel a group, whose computing costs less than what they would send.
-    In an nn.Sequential the output of one stays cut where only activations are between it and the next."""
+    """Grouped convolutions, except those with one channel per group, which compute faster than their outputs could be
+    sent. In an nn.Sequential, the output stays split if only activations come before the next grouped convolution."""
     grouped = [name for name, module in model.named_modules() if _is_grouped(module)]
     for name in grouped:
         parent, _, child = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""What records the spans of a run, in its processes.
+"""Record the spans of a run, in its processes.
 
 tracer.py   observes the run, and wraps the functions that wait for other processes
 """

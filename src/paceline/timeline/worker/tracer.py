@@ -1,18 +1,22 @@
-"""The tracer: it records the spans of one rank, and joins those of all ranks at the end.
+"""Record the spans of one rank, and join the spans of all ranks at the end.
 
-It observes a run with `trace`, and wraps the functions that wait for other processes (comm/waits.py).
+The tracer observes a run that sets `trace`, and wraps the functions that wait for other processes (comm/waits.py).
 
 At each moment a rank is in one phase (span_file.Phase):
 
-1. A loader yields: the time that it has waited for data is DATA, or, of an evaluation loader, the whole pass
-   EVALUATION. After that the rank is BETWEEN phases.
-2. A backward begins: what lay between was FORWARD. With several losses, as of a GAN, that holds for each.
-3. `run.step` is UPDATE. What lies between a backward and that, or between that and the next batch, is no phase.
-4. Where the strategy runs the closure, and mixes forwards and backwards, that is FORWARD_AND_BACKWARD.
-5. Within any of these, waiting for other processes in the script's thread is COMMUNICATION, and cuts the phase in two.
+1. A loader yields: the time that it waited for data is DATA. For an evaluation loader, the whole pass is EVALUATION.
+   After that the rank is BETWEEN phases.
+2. A backward begins: the time before it was FORWARD. A step with several losses, as in a GAN, has a FORWARD before each
+   backward.
+3. `run.step` is UPDATE. The time between a backward and `run.step`, or between `run.step` and the next batch, is
+   BETWEEN.
+4. If the strategy runs the closure and interleaves forwards and backwards, both are FORWARD_AND_BACKWARD.
+5. In any phase, the time that the script's thread waits for other processes is COMMUNICATION. It splits the phase in
+   two.
 
-A span costs a look at the clock and a write into memory. A step of the script is one global batch, as in the probe of
-`paceline compare`. Times are the host's: on an accelerator, where it has launched kernels, and where it waits for them.
+A span costs one reading of the clock and one write into memory. A step is one global batch, as in the probe of
+`paceline compare`. Times are measured on the host: with an accelerator, they show when the host launches kernels and
+waits for them.
 """
 
 from __future__ import annotations
@@ -38,23 +42,23 @@ from paceline.step.observer import StepObserver
 from paceline.strategies.base import ClosureStrategy
 from paceline.timeline.chrome_trace import cannot_write, first_rank, join_and_say, part_files, part_of
 from paceline.timeline.span_file import Phase, SpanWriter, has_ended
-from paceline.world import TRACE, tell_launcher
+from paceline.world import TRACE, send_to_launcher
 
-_LATE_SECONDS = 2.0  # for which the rank that joins waits for others, which close their runs too
+_LATE_SECONDS = 2.0  # the rank that joins the files waits this long for other ranks to close their runs
 
-# Plain numbers: a look at an enumeration's member takes as long as a look at the clock.
+# Plain numbers: looking up a member of an enumeration takes as long as reading the clock.
 _BETWEEN, _DATA, _FORWARD, _BACKWARD = map(int, (Phase.BETWEEN, Phase.DATA, Phase.FORWARD, Phase.BACKWARD))
 _BOTH, _COMMUNICATION = int(Phase.FORWARD_AND_BACKWARD), int(Phase.COMMUNICATION)
 _UPDATE, _CHECKPOINT, _EVALUATION = int(Phase.UPDATE), int(Phase.CHECKPOINT), int(Phase.EVALUATION)
 
 
 class Tracer(StepObserver):
-    """Observes a run from its start. Raises SettingError where there is no room."""
+    """Traces a run from its start to its end. Raises SettingError if it cannot create the file for the spans."""
 
     def __init__(self, run: Run, parts: RunParts, file: str) -> None:
         self._run, self._parts = run, parts
         self._closure_form = isinstance(parts.strategy, ClosureStrategy)
-        self._outer = _BETWEEN  # the phase to which the open backward or save returns
+        self._outer = _BETWEEN  # the phase to return to after the current backward or save
         self._file = os.path.abspath(file)  # the script may change its directory
         self._pid, self._thread = os.getpid(), threading.get_ident()
         self._about: dict[str, Any] = {
@@ -68,23 +72,24 @@ class Tracer(StepObserver):
         }
         try:
             self._writer = SpanWriter(part_of(self._file, run.world.rank, self._pid), self._about)
-        except OSError as error:  # such as no room: that it may write there was checked
+        except OSError as error:  # such as a full disk: write access was checked before
             raise SettingError(cannot_write(file, run.world.rank, error)) from error
-        tell_launcher(os.environ, TRACE, self._file)
+        send_to_launcher(os.environ, TRACE, self._file)
         self._described = False  # whether `_describe` was called
         self._phase, self._since = _BETWEEN, time.perf_counter_ns()
-        # Earlier parts of the time BETWEEN, cut by exchanges; the last ones, since nothing else may ever come.
+        # Intervals of the current BETWEEN that an exchange has ended. They become FORWARD if a backward follows.
+        # Bounded, because there may be many exchanges before any other phase.
         self._gaps: deque[tuple[int, int]] = deque(maxlen=1000)
-        self._epoch, self._step, self._micro_batch = -1, -1, 0  # of the open step
-        self._loader: Loader | None = None  # whose batch the open step is
-        self._updated = False  # whether `run.step` has acted on the open step
-        self._waited: WeakKeyDictionary[Loader, float] = WeakKeyDictionary()  # seconds at its last yield
+        self._epoch, self._step, self._micro_batch = -1, -1, 0  # of the current step
+        self._loader: Loader | None = None  # the loader of the current step's batch
+        self._updated = False  # whether `run.step` has acted on the current step
+        self._waited: WeakKeyDictionary[Loader, float] = WeakKeyDictionary()  # `loader.waited` at its last yield
         self._patches = contextlib.ExitStack()
         for owner, name in WAITS:
             self._replace(owner, name, self._waiting)
 
     def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Puts `method` in the place of this one, which becomes its first argument, until the run is closed."""
+        """Replace a function until the run is closed. `method` gets the original function as its first argument."""
         original = getattr(owner, name)
         own = name in vars(owner)
 
@@ -98,7 +103,7 @@ class Tracer(StepObserver):
         else:
             self._patches.callback(delattr, owner, name)
 
-    # --- what the run tells
+    # --- events of the run
 
     def before_yield(self, loader: Loader) -> None:
         request = loader.current
@@ -143,7 +148,7 @@ class Tracer(StepObserver):
     def after_step(self, acted: bool) -> None:
         if acted:
             self._updated = True
-        else:  # a micro-batch that is not the last: nothing was updated
+        else:  # not the last micro-batch: nothing was updated
             self._phase = _BETWEEN
         self._switch(_BETWEEN)
 
@@ -157,7 +162,7 @@ class Tracer(StepObserver):
         if before == _COMMUNICATION or threading.get_ident() != self._thread:
             return original(*args, **options)
         now = time.perf_counter_ns()
-        if before == _BETWEEN:  # of which nobody knows yet whether it is a forward
+        if before == _BETWEEN:  # this time is FORWARD if a backward follows
             self._gaps.append((self._since, now))
         else:
             self._write(before, self._since, now)
@@ -172,12 +177,12 @@ class Tracer(StepObserver):
     # --- spans
 
     def _switch(self, phase: int) -> None:
-        """The phase ends here, and this one begins."""
+        """End the current phase, and begin `phase`."""
         self._since = self._leave(time.perf_counter_ns())
         self._phase = phase
 
     def _leave(self, moment: int) -> int:
-        """The phase has ended at this moment, or when it began if that was later. Returns when it ended."""
+        """End the current phase at `moment`, or at its start if that is later. Return the end."""
         moment = max(moment, self._since)
         if self._phase != _BETWEEN:
             self._write(self._phase, self._since, moment)
@@ -191,17 +196,17 @@ class Tracer(StepObserver):
             )
 
     def _describe(self) -> None:
-        """Once, when training begins: what the strategy has set by then."""
+        """Add the strategy's settings to the description. Called once, when training begins and they are known."""
         self._described = True
-        mesh, plan = self._parts.strategy.mesh, self._parts.strategy.plan
-        self._about["in_step"] = plan.in_step and not mesh.independent
+        mesh = self._parts.strategy.mesh
+        self._about["in_step"] = self._parts.in_step
         self._about["alike"] = mesh.shards == self._run.world.size
         self._writer.describe(self._about)
 
     # --- the end
 
     def after_close(self) -> None:
-        if os.getpid() != self._pid:  # a process that the script has forked
+        if os.getpid() != self._pid:  # a process forked by the script
             return
         self._leave(time.perf_counter_ns())
         self._phase = _BETWEEN
@@ -213,12 +218,12 @@ class Tracer(StepObserver):
             join_and_say(self._file, _say)
 
     def _wait_for_others(self) -> None:
-        """Until all have closed their runs, for a moment: what a rank has recorded so far is there anyway."""
+        """Wait up to _LATE_SECONDS for all ranks to close their runs. A later rank's trace ends at this moment."""
         deadline = time.monotonic() + _LATE_SECONDS
         while not all(map(has_ended, part_files(self._file))) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
 def _say(line: str) -> None:
-    """On stderr; in a notebook on stdout, since a cell shows stderr as an error."""
+    """Print a line on stderr. In a notebook, print it on stdout, because a cell shows stderr as an error."""
     print(line, file=sys.stdout if notebook.in_kernel() else sys.stderr)

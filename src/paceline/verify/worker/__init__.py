@@ -1,14 +1,12 @@
-"""What records a run for `paceline verify`, in its processes.
+"""Recorders of `paceline verify`, in the processes of a run.
 
-recorder.py          observes a run: makes each step start from a given state, keeps what it computes
-record_files.py      the files that a rank leaves: named tensors, whole states, the record of each step
-sketches.py          large tensors in few numbers, to be compared
-backward_watch.py    what happens to gradients between backward calls; tensors with gradients that are in no model
-rng_draws.py         whether random numbers were drawn
-collate_recorder.py  digests of the examples that a collate function is given; batches in reverse order
-patches.py           functions in the place of torch's: dropout that drops nothing
-perturbation.py      rounding moved on purpose, for the tolerances
-rank_queries.py      what the script asks for its rank, and what it is told
-call_site.py         which line of the user's is being run
-script_tracer.py     what each line of the script does, once a fault was found
+recorder.py          observes a run: makes each step start from a given state, and saves its results
+record_files.py      the files of a rank: named tensors, whole states, the record of each step
+backward_watch.py    changes of gradients between backward calls; trained tensors that are in no model
+rng_draws.py         detects whether random numbers were drawn
+collate_recorder.py  digests of the examples passed to a collate function; batches in reverse order
+perturbation.py      dropout off; rounding changed on purpose, for the tolerances
+rank_queries.py      the script's queries of rank and world size, and the answers to them
+call_site.py         the line of the user's script that is running
+script_tracer.py     traces the operations of each line of the script, after a fault was found
 """

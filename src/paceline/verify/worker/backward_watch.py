@@ -1,6 +1,4 @@
-"""What happens around the backward calls of a step: numbers drawn, gradients changed on the way, tensors that are in no
-model.
-"""
+"""Record events around the backward calls of a step: random draws, changed gradients, trained tensors in no model."""
 
 from __future__ import annotations
 
@@ -19,18 +17,17 @@ from paceline.verify.worker.rng_draws import RandomDraws
 
 
 class AccumulatedGradients:
-    """Gradients between two backward calls of a step whose last micro-batch is still to come. A script must not change
-    them."""
+    """Detects whether a script changes gradients before the last backward call of a step, which is a fault."""
 
     def __init__(self) -> None:
         self._digests: dict[str, str] = {}
 
     def remember(self, gradients: Mapping[str, Tensor] | None) -> None:
-        """None: the step's last backward was made, and the script may change gradients."""
+        """Remember these gradients. None: this was the step's last backward, so the script may change gradients."""
         self._digests = {name: digest(gradient) for name, gradient in (gradients or {}).items()}
 
     def changed(self, gradients: Callable[[], Mapping[str, Tensor]]) -> bool:
-        """Whether a gradient has other values now. A gradient that was cleared does not count."""
+        """Whether a gradient has changed since `remember`. Clearing gradients does not count."""
         if not self._digests:
             return False
         found = gradients()
@@ -39,43 +36,43 @@ class AccumulatedGradients:
 
 
 class BackwardWatch:
-    """Notes what happens around the backward calls of a run.
+    """Records events around the backward calls of a run.
 
-    now: the record of the current step (record_files.py), or None.
+    now: returns the record of the current step (record_files.py), or None.
     """
 
     def __init__(self, run: Run, noise: Noise | None, now: Callable[[], dict[str, Any] | None]) -> None:
         self._run, self._now = run, now
         self.draws = RandomDraws(run.device, noise)
         self._accumulated = AccumulatedGradients()
-        # Whether the script has asked all processes for something since the yield or the update.
+        # Whether the script has communicated with all processes since the last yield or update.
         self.asked_all_ranks = False
 
     def note_draws(self, draws: RandomDraws | None = None) -> None:
-        """Note whether random numbers were drawn."""
+        """Record whether random numbers were drawn."""
         draws, now = draws or self.draws, self._now()
         if now is not None:
             now["drew"] |= draws.drawn()
             now["others"] = sorted({*now["others"], draws.others})
 
     def before_backward(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Note whether gradients were changed since the last backward."""
+        """Record whether gradients were changed since the last backward."""
         now = self._now()
         if now is not None and self._accumulated.changed(gradients):
             now["clipped_early"] += 1
         self.note_draws()
 
     def after_backward(self, gradients: Callable[[], Mapping[str, Tensor]]) -> None:
-        """Remember the gradients of this rank alone, while the step's last micro-batch is still to come."""
+        """Remember the local gradients of this rank, if the step's last micro-batch is still to come."""
         current, now = self._run.latest.current if self._run.latest is not None else None, self._now()
         self._accumulated.remember(gradients() if current is not None and not current.final else None)
         if now is not None and self.asked_all_ranks and not now["updates"]:
             now["gathered"] = True
-        self.draws.remember()  # the backward call has seeded the generators anew
+        self.draws.remember()  # the backward call has seeded the generators again
 
 
 class WatchedHook:
-    """In the place of a hook on a gradient: tells whether the hook changes it."""
+    """Replaces a hook on a gradient, and reports whether the hook changes it."""
 
     def __init__(self, hook: Callable[[Tensor], Any], changed: Callable[[], object]) -> None:
         self._hook, self._changed = hook, changed
@@ -89,7 +86,7 @@ class WatchedHook:
 
 
 def watch_hooks(names: Mapping[Tensor, str], changing: set[str]) -> None:
-    """Replace the hooks on the gradients of these parameters. Names of parameters whose hook changes a gradient are
+    """Watch the hooks on the gradients of these parameters. If a hook changes a gradient, the name of the parameter is
     added to `changing`."""
     for parameter, name in names.items():
         hooks = backward_hooks(parameter) or {}
@@ -99,7 +96,7 @@ def watch_hooks(names: Mapping[Tensor, str], changing: set[str]) -> None:
 
 
 def zeroed(loss: Any) -> Any:
-    """The loss times zero. Counts stay."""
+    """The loss times zero. Counts are kept."""
     if isinstance(loss, Total):
         return Total(loss.sum * 0, loss.count)
     if isinstance(loss, (tuple, list)):
@@ -108,7 +105,7 @@ def zeroed(loss: Any) -> Any:
 
 
 def leaves_outside(roots: Iterable[Tensor], known: Collection[Tensor]) -> list[Tensor]:
-    """The tensors that the backward of these losses gives gradients to, without those that are known."""
+    """The tensors, except the `known` tensors, that get gradients from the backward of these losses."""
     nodes = [node for root in roots if (node := root.grad_fn) is not None]
     seen, found = set(nodes), []
     while nodes:

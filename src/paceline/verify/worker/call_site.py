@@ -1,4 +1,4 @@
-"""Which line of the user's script is being run, and whether Paceline or verify's own recording stands above it."""
+"""Find the line of the user's script that is running, and whether it is in a call of Paceline."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import os
 from paceline.observe.script_stack import Owner, Place, anywhere
 
 _OBSERVERS = tuple(os.path.join("", *folder, "") for folder in (("verify", "worker"), ("observe",)))
-# What these modules of the folder compute is not the script's.
+# Computations of these modules do not belong to the script.
 _RECORDING_MODULES = {"recorder.py", "record_files.py", "backward_watch.py", "rng_draws.py", "collate_recorder.py"}
 
 
 def call_site(from_recorder: bool = False) -> tuple[Place | None, bool]:
-    """(the innermost line of the user's that is being run, whether that line has called Paceline).
+    """Return (the innermost line of the user's script that is running, whether this line is in a call of Paceline).
 
-    There is no such line, (None, True), for what the recorder computes for itself.
+    Returns (None, True) for computations of the recorder.
 
-    from_recorder: the recorder itself asks, for the line that has called it.
+    from_recorder: the recorder is the caller, and needs the line of the script that led to it.
     """
     inside_paceline = False
     for frame in anywhere.frames(Owner.SCRIPT, Owner.PACELINE):

@@ -1,4 +1,4 @@
-"""Digests of the examples that the collate function of a training loader is given."""
+"""Record digests of the examples that are passed to the collate function of a training loader."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _WORKERS = ("num_workers", "prefetch_factor", "persistent_workers", "multiproces
 
 
 class CollateRecorder:
-    """In the place of one loader's collate function.
+    """Replaces the collate function of one loader.
 
-    depends_on_shard: what the function draws depends on the shard (collate="shard").
+    depends_on_shard: the function's random draws depend on the shard (collate="shard").
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None, depends_on_shard: bool) -> None:
@@ -30,7 +30,7 @@ class CollateRecorder:
 
     @classmethod
     def install(cls, options: dict[str, Any]) -> CollateRecorder:
-        """Put a recorder into the options of a loader. The loader then reads in the main process, just before each
+        """Put a recorder into the options of a loader. The loader then reads in the main process, right before each
         yield."""
         for name in _WORKERS:
             options.pop(name, None)
@@ -46,8 +46,7 @@ class CollateRecorder:
         return batch
 
     def collect(self, request: Request, reversed_batches: bool) -> tuple[Iterator[tuple[Part, list[str]]], bool]:
-        """(a yield's parts with the digests of their examples, whether random numbers were drawn that depend on the
-        shard).
+        """Return (the parts of a yield with the digests of their examples, whether random draws depended on the shard).
 
         reversed_batches: the examples came in reverse order.
         """
@@ -59,6 +58,8 @@ class CollateRecorder:
                 return last_call[part.start : part.start + len(part.indices)]
             if part.indices:
                 return next(calls)[:: -1 if reversed_batches else 1]
-            return next(calls) and next(calls)  # an empty shard gets its form from a batch of one and a batch of four
+            return next(calls) and next(
+                calls
+            )  # for an empty shard, the loader collates one example and then four, to learn the batch's structure
 
         return ((part, digests(part)) for part in request.parts), drew

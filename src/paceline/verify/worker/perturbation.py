@@ -1,6 +1,4 @@
-"""What is changed of a run so that it can be compared: dropout that drops nothing; weights moved by their last bit, so
-that the size of rounding can be measured.
-"""
+"""Changes to a run for the comparison: dropout off, and weights moved by their last bit to measure rounding."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ _DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", 
 
 
 def dropout_off(patches: Patches) -> None:
-    """Let the dropouts of torch.nn and torch.nn.functional return their input.
+    """Make the dropouts of torch.nn and torch.nn.functional return their input.
 
-    They call torch's own functions with training=False. Modules look the functions up at each call.
+    The replacements call torch's functions with training=False. The modules look these functions up at each call.
     """
     for name in _DROPOUTS:
         patches.replace(F, name, _without_dropout(getattr(F, name)))
@@ -42,14 +40,14 @@ def _without_dropout(function: Any) -> Any:
 
 
 def recurrent_dropout_off(model: nn.Module) -> None:
-    """Turn off the dropout of torch's recurrent layers, whose kernels draw by themselves."""
+    """Turn off the dropout of torch's recurrent layers, which draw inside their kernels."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             module.dropout = 0.0
 
 
 def nudge_weights(models: Sequence[dict[str, Any]], parameters: Collection[str], seed: int) -> None:
-    """Move each weight in 32 bits or more to one of its two neighbours among floating-point numbers."""
+    """Move each weight of 32 bits or more to one of its two neighbouring floating-point numbers."""
     draw = torch.Generator().manual_seed(seed)
     for number, state in enumerate(models):
         for name, value in state.items():

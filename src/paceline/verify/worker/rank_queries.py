@@ -1,4 +1,4 @@
-"""What a script asks for its rank and the number of processes, and what it is told."""
+"""The script's queries of its rank and of the world size, and the answers to them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.observe.script_stack import Owner, Place, anywhere
 from paceline.run import Run
 from paceline.world import World
 
-# Files that stand between a script and what it asks for.
+# Files that may be on the stack between the script's line and the function or variable that it queries.
 _BETWEEN = ("os.py", "_collections_abc.py", "distributed_c10d.py", os.path.basename(__file__))
 _ENVIRONMENT_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0"}
 _WORLD_OF_ONE: dict[str, Any] = {"rank": 0, "size": 1, "local_rank": 0, "local_size": 1, "node": 0, "nodes": 1}
 
 
 def _script_call_site() -> Place | None:
-    """The line of the user's script that asks. None where a library asks for itself."""
+    """The line of the user's script that makes the query; None if a library makes it."""
     files = ((f.f_code.co_filename, f.f_lineno) for f in anywhere.frames(*Owner))
     asks = (at for at in files if not at[0].startswith("<") and os.path.basename(at[0]) not in _BETWEEN)
     at = next(asks, None)
@@ -29,15 +29,15 @@ def _script_call_site() -> Place | None:
 
 
 class RankQueries:
-    """Notes each time that a script asks for its rank or for the number of processes.
+    """Records each query of the script for its rank or the world size.
 
-    told_alone: the script gets the answers of a process that is alone, while Paceline goes on with the real ones.
+    rank_0_of_1: report rank 0 of 1 to the script. Paceline still uses the real values.
     """
 
-    def __init__(self, run: Run, told_alone: bool, note: Callable[[Place], None], patches: Patches) -> None:
-        self._told_alone, self._note = told_alone, note
+    def __init__(self, run: Run, rank_0_of_1: bool, note: Callable[[Place], None], patches: Patches) -> None:
+        self._rank_0_of_1, self._note = rank_0_of_1, note
         real = run.world
-        run.world = _WatchedWorld(replace(real, **_WORLD_OF_ONE) if told_alone else real, self._note_query)  # type: ignore
+        run.world = _WatchedWorld(replace(real, **_WORLD_OF_ONE) if rank_0_of_1 else real, self._note_query)  # type: ignore
         run.__class__ = self._watched_class(run.__class__)
         for name, answer in (("get_rank", 0), ("get_world_size", 1)):
             patches.replace(torch.distributed, name, self._watched_function(getattr(torch.distributed, name), answer))
@@ -47,7 +47,7 @@ class RankQueries:
         def read(own: Any, key: str) -> str:
             if key in _ENVIRONMENT_OF_ONE and (at := _script_call_site()) is not None:
                 note(at)
-                if told_alone:
+                if rank_0_of_1:
                     return _ENVIRONMENT_OF_ONE[key]
             return get(own, key)
 
@@ -58,21 +58,21 @@ class RankQueries:
             self._note(at)
 
     def _watched_class(self, kind: Any) -> Any:
-        """A subclass of the class of the run, with watched properties."""
+        """Make a subclass of the run's class with properties that record queries."""
         asked = self
 
         def main(self: Any) -> bool:
             at = _script_call_site()
             if at is not None:
                 asked._note(at)
-            return (asked._told_alone and at is not None) or bool(kind.main.fget(self))
+            return (asked._rank_0_of_1 and at is not None) or bool(kind.main.fget(self))
 
         def number(name: str, answer: int) -> property:
             def get(self: Any) -> int:
                 at = _script_call_site()
                 if at is not None:
                     asked._note(at)
-                return answer if asked._told_alone and at is not None else int(getattr(kind, name).fget(self))
+                return answer if asked._rank_0_of_1 and at is not None else int(getattr(kind, name).fget(self))
 
             return property(get)
 
@@ -81,19 +81,19 @@ class RankQueries:
         return type(kind.__name__, (kind,), {"main": property(main), **properties})
 
     def _watched_function(self, function: Callable[..., int], answer: int) -> Callable[..., int]:
-        """In the place of a function of torch.distributed."""
+        """Make a replacement for a function of torch.distributed that records queries."""
 
         def asked(*args: Any, **options: Any) -> int:
             if (at := _script_call_site()) is None:
                 return function(*args, **options)
             self._note(at)
-            return answer if self._told_alone else function(*args, **options)
+            return answer if self._rank_0_of_1 else function(*args, **options)
 
         return asked
 
 
 class _WatchedWorld:
-    """A World that notes when the script reads it."""
+    """A World that reports when the script reads it."""
 
     def __init__(self, world: World, ask: Callable[[], None]) -> None:
         self._world, self._note_query = world, ask

@@ -1,4 +1,4 @@
-"""The files that a rank leaves for `paceline verify`: named tensors, whole states, records of steps and rank."""
+"""The files of a rank for `paceline verify`: named tensors, whole states, records of steps and of the rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.torch_private.core import BatchNormBase
 
 
 def named_tensors(models: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-    """The state of the models by name. Names of a second model begin with "1/", and so on."""
+    """The tensors of the models' states, by name. Names of the second model begin with "1/", and so on."""
     found: dict[str, Tensor] = {}
     for number, state in enumerate(models):
         prefix = f"{number}/" if number else ""
@@ -31,10 +31,10 @@ def named_tensors(models: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, str] | None = None) -> None:
-    """Write the whole file, or none. Tensors without memory are left out.
+    """Write tensors to a file, atomically. Tensors on the meta device are left out.
 
     Raises:
-        LaunchError: the disk takes no more.
+        LaunchError: the file cannot be written, for example because the disk is full.
     """
     kept = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items() if not tensor.is_meta}
     try:
@@ -42,16 +42,16 @@ def save_tensors(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, s
         os.replace(path + ".part", path)
     except (OSError, SafetensorError) as error:
         raise LaunchError(
-            f"{path} cannot be written ({error}). The states of all steps lie there until the end: take fewer --steps, "
-            "or point TMPDIR to a larger disk."
+            f"cannot write {path} ({error}). The states of all steps are stored there until the end: give fewer "
+            "--steps, or point TMPDIR to a larger disk."
         ) from None
 
 
-def has_room(state: Mapping[str, Any], folder: str) -> bool:
-    """Whether the disk has room for another step.
+def has_disk_space(state: Mapping[str, Any], folder: str) -> bool:
+    """Whether the disk has space for another step.
 
-    A step needs a state, and as much again for gradients and for what is only compared. A twentieth of the disk is left
-    to others.
+    A step needs twice the size of a state: for the state, and for gradients and files for comparison. A twentieth of
+    the disk stays free.
     """
     _, tensors = plain_state.encode({key: state[key] for key in ("models", "optimizers")})
     needed = 2 * sum(tensor.nbytes for tensor in tensors.values())
@@ -66,7 +66,7 @@ def save_state(state: Mapping[str, Any], path: str) -> None:
 
 
 def load_state(path: str) -> dict[str, Any] | None:
-    """The state that `save_state` has written; None where there is none."""
+    """The state that `save_state` wrote; None if there is none."""
     try:
         with safe_open(path, framework="pt") as file:
             document = json.loads(file.metadata()["document"])
@@ -78,7 +78,7 @@ def load_state(path: str) -> dict[str, Any] | None:
 
 
 def load_gradients(folder: str, step: int, update: int) -> dict[str, Tensor]:
-    """The gradients that the ranks have left together. Where several ranks have a gradient, the first rank's."""
+    """Load the gradients that the ranks of a run saved. If several ranks saved a gradient, the first file is used."""
     found: dict[str, Tensor] = {}
     for path in sorted(glob.glob(os.path.join(glob.escape(folder), f"take-{step}-{update}-r*.safetensors"))):
         found = {**load_file(path), **found}
@@ -86,43 +86,43 @@ def load_gradients(folder: str, step: int, update: int) -> dict[str, Tensor]:
 
 
 def new_step_record(epoch: int, number: int) -> dict[str, Any]:
-    """The record of a step, still empty."""
+    """An empty record of a step."""
     return {
         "epoch": epoch,
         "step": number,
         "ids": [],  # [loader, shard, micro-batch, indices] for each part of a yield
         "data": [],  # [loader, shard, micro-batch, digests of the examples] for each part of a yield
         "lrs": [],  # learning rates of all groups of parameters, at each update
-        "outside": [],  # tensors that were changed since the last update of the step before
+        "outside": [],  # tensors that were changed since the last update of the previous step
         "between": [],  # tensors that were changed between two updates of this step
-        "apart": [],  # [shard, micro-batch, backward call, term, loss]
+        "shard_losses": [],  # [shard, micro-batch, backward call, term, loss]
         "modules": [],  # layers, in the order of their first call
-        "not_finite": [],  # parameters whose gradients are not finite
-        "graded": [],  # digests of the gradients before each update
-        "others": [],  # states of NumPy's and Python's generators after what was computed
+        "not_finite": [],  # parameters with gradients that are not finite
+        "gradient_digests": [],  # digests of the gradients before each update
+        "others": [],  # states of NumPy's and Python's generators after the computations
         "options": [],  # the options of each group of parameters, at each update
         "losses": {},  # backward call -> [sum, weight]
         "start": {},  # digests of weights and buffers when the step began
         "after": {},  # digests of weights and buffers after the last update
-        "strangers": {},  # digests of tensors with gradients that are in no model
-        # Digests of the optimizers' tensors when the step began, where the ranks' states are not alike; None where they
-        # are, or where the strategy does not say.
+        "unowned_tensors": {},  # digests of trained tensors that are in no model
+        # Digests of the optimizers' tensors when the step began, if the strategy refused to return its state because
+        # the ranks differ. Otherwise None.
         "optimizer": None,
         "updates": 0,
         "yields": 0,
-        "clipped_early": 0,  # how often gradients were changed before the last micro-batch
+        "clipped_early": 0,  # number of times that gradients were changed before the last micro-batch
         "drew": False,  # whether random numbers were drawn that depend on the shard
         "scaled": False,  # whether the loss was scaled in the backward
-        "counted": False,  # whether a loss says over how many things it is
-        "gathered": False,  # whether the script asked all processes for something before a backward
-        # Whether updates follow from the run's own gradients: the script makes them itself, or gives its optimizer a
-        # closure.
+        "counted": False,  # whether a loss comes with a count
+        "gathered": False,  # whether the script communicated with all processes before a backward
+        # Whether updates use the run's own gradients: the script makes updates itself, or passes a closure to its
+        # optimizer.
         "own": False,
     }
 
 
 def optimizer_options(optimizer: Any) -> list[dict[str, Any]]:
-    """Of each group of parameters: the options that are a number, a bool or a tuple."""
+    """For each group of parameters: the options that are a number, a bool or a tuple."""
     return [
         {key: value for key, value in group.items() if key != "params" and isinstance(value, (bool, int, float, tuple))}
         for group in optimizer.param_groups
@@ -130,7 +130,7 @@ def optimizer_options(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def optimizer_digests(optimizers: Sequence[Any], names: Mapping[Tensor, str]) -> dict[str, str]:
-    """Digests of the tensors that the optimizers keep: "PARAMETER KEY" -> digest."""
+    """Digests of the optimizers' state tensors: "PARAMETER KEY" -> digest."""
     return {
         f"{names[parameter]} {key}": digest(value)
         for optimizer in optimizers
@@ -141,7 +141,7 @@ def optimizer_digests(optimizers: Sequence[Any], names: Mapping[Tensor, str]) ->
 
 
 def keep_own_options(own: Mapping[str, Any], given: dict[str, Any]) -> None:
-    """Put this run's own options of each group of parameters into a state that is to be loaded."""
+    """In the state `given`, replace the options of each group of parameters by those in this run's state, `own`."""
     for mine, theirs in zip(own["optimizers"], given["optimizers"], strict=True):
         by_name = {name: group for group in mine["groups"] for name in group["params"][:1]}
         theirs["groups"] = [
@@ -151,9 +151,9 @@ def keep_own_options(own: Mapping[str, Any], given: dict[str, Any]) -> None:
 
 
 def rank_record(run: Run, parts: RunParts, replicated: bool) -> dict[str, Any]:
-    """What a rank's record says beside its steps.
+    """The fields of a rank's record that describe the run, not its steps.
 
-    replicated: each rank holds a whole model.
+    replicated: each rank holds a complete model.
     """
     plan, spec = parts.strategy.plan, run.settings.strategy
     options = {} if spec is None else spec.options
@@ -171,20 +171,18 @@ def rank_record(run: Run, parts: RunParts, replicated: bool) -> dict[str, Any]:
         norms += [prefix + name for name, module in model.named_modules() if isinstance(module, BatchNormBase)]
     return {
         "strategy": None if spec is None else str(spec),
-        # Whether the strategy sends numbers with errors.
+        # Whether the strategy communicates with errors.
         "lossy": any(options.get(key, "none") != "none" for key in ("codec", "mixed")),
         "batch_norm": run.settings.batch_norm,
         "norms": norms,  # the names of batch norms
         "dtypes": dtypes,  # of parameters and buffers
         "precision": run.settings.precision,
         "tf32": allows_tf32(run.device),  # whether float32 products may have 10 bits of mantissa
-        "shards": plan.shards if plan.in_step else 1,  # of a global batch
-        "local": parts.strategy.mesh.independent,  # whether replicas train apart
-        "turns": plan.sequential,  # in which a process yields its shards one after the other; 0: at once
-        "dealt": 0
-        if plan.in_step
-        else plan.shards,  # parts of a global batch that a work queue hands out; 0: there is none
-        "parameters": list(known),  # that are trained
+        "shards": 1 if parts.chunks else plan.shards,  # the number of shards of a global batch
+        "local": parts.independent,  # whether replicas are independent between averagings
+        "shards_in_sequence": parts.in_sequence,  # number that a process yields in sequence; 0: all at once
+        "chunks": parts.chunks,  # the number of chunks of a global batch in a work queue; 0: there is no queue
+        "parameters": list(known),  # the names of trained parameters
         "tied": [name for name in tied if name not in now],  # further names of shared parameters
-        "late": [name for name in now if replicated and name not in known],  # added after run.prepare
+        "late": [name for name in now if replicated and name not in known],  # parameters added after run.prepare
     }

@@ -1,4 +1,4 @@
-"""Whether random numbers were drawn."""
+"""Detect whether random numbers were drawn."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.observe.digests import digest
 
 
 def generator_states(device: torch.device) -> tuple[list[str], str]:
-    """(digests of the states of torch's generators, a digest of NumPy's and Python's together)."""
+    """Return (digests of the states of torch's generators, one digest for NumPy's and Python's generators)."""
     state = generators.get_state(device)
     torch_own = [digest(state[key]) for key in ("torch", "device") if key in state]
     rest = hashlib.sha1(repr((state["python"], state["numpy"])).encode(), usedforsecurity=False)
@@ -21,21 +21,21 @@ def generator_states(device: torch.device) -> tuple[list[str], str]:
 
 
 class RandomDraws:
-    """Whether torch's generators were drawn from since `remember` was called.
+    """Detects whether numbers were drawn from torch's generators since `remember` was called.
 
-    noise: with noise="example", what keys draws by the example. Such draws do not count.
+    noise: the object that keys draws by example, if noise="example". Keyed draws do not count.
     """
 
     def __init__(self, device: torch.device, noise: Noise | None = None) -> None:
         self._device, self._noise, self._undone = device, noise, 0
         self._known: set[str] = set()
-        # The state of NumPy's and Python's generators. It is alike on all processes while they draw the same numbers.
+        # A digest of NumPy's and Python's generators. Processes that draw the same numbers have the same digest.
         self.others = ""
 
     def remember(self, *keys: int) -> None:
         """Remember the states of the generators.
 
-        keys: seeds with which torch's generator may be seeded anew; that is no draw.
+        keys: seeds that torch's generator may get before `drawn` is called. Seeding does not count as a draw.
         """
         states, self.others = generator_states(self._device)
         self._undone = 0 if self._noise is None else self._noise.unkeyed

@@ -1,24 +1,24 @@
-"""What each line of a script does, in a run that `paceline verify` makes once more to find the line of a fault.
+"""Trace the operations of each line of a script, in a run that `paceline verify` repeats to find the line of a fault.
 
-Meanwhile a TorchFunctionMode sees every call of torch, sys.settrace sees every line of the user's, and some functions
-are replaced. What they do is kept as events, in order. Each event has the innermost line of the user's that was being
-run:
+A TorchFunctionMode sees every call of torch, sys.settrace sees every line of the user's script, and some functions are
+replaced. The tracer records events, in order. Each event has the innermost line of the user's script that was running.
+The kinds of events:
 
-op         a call that gives a tensor: its name, its inputs, the numbers among its arguments, and its values
-write      an op in place, or an assignment, writes a parameter, a buffer, a gradient or an optimizer's state; or the
-           script removes or replaces what an optimizer keeps for a parameter
-root       a loss is handed to a backward call: which op made it
-hook       a hook is put on a gradient or a module
-seed       a generator is seeded, and with what
-option     an option of an optimizer, such as the learning rate, has another value than before
+op         a call returns a tensor; the event has the call's name, inputs, number arguments and values
+write      an in-place op or an assignment writes a parameter, a buffer, a gradient or optimizer state; or the script
+           removes or replaces the state that an optimizer keeps for a parameter
+root       a loss is passed to a backward call; the event has the op that made the loss
+hook       a hook is registered on a gradient or a module
+seed       a generator is seeded; the event has the seed
+option     an option of an optimizer, such as the learning rate, has changed
 parameter  a module gets a parameter after the models were prepared
-set        a module gets a number, a bool or a text as an attribute
-ask        the script asks for its rank or for the number of processes
+set        a module gets a number, a bool or a string as an attribute
+ask        the script queries its rank or the world size
 loader     the script makes a training loader
 
-The values of a tensor are kept as scalar products with fixed weights: one number for each example, where one of the
-first two dimensions is the examples of this yield; else one number for the whole tensor. They show whether two tensors
-are alike, and in which example they differ.
+The values of a tensor are recorded as scalar products with fixed weights. They show whether two tensors are equal, and
+which example differs. A tensor has one value per example if one of its first two dimensions is the examples of this
+yield. Otherwise it has a single value.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from paceline.run import RunParts
 from paceline.verify.worker.call_site import call_site
 
 _MAX_EVENTS = 60_000
-_MAX_EXTERNAL_ELEMENTS = 1 << 16  # an input that no op has made is recorded up to this size
+_MAX_EXTERNAL_ELEMENTS = 1 << 16  # the maximum size of a recorded input that no traced op made
 _SEEDS: tuple[tuple[Any, str], ...] = (
     (torch, "manual_seed"), (torch, "seed"), (random, "seed"), (np.random, "seed"), (np.random, "default_rng"),
 )  # fmt: skip
-BACKWARD_HOOKS = (  # functions whose hooks see gradients on their way
+BACKWARD_HOOKS = (  # functions that register hooks on gradients
     (torch.Tensor, "register_hook"), (nn.Module, "register_full_backward_hook"),
     (nn.Module, "register_full_backward_pre_hook"), (torch.Tensor, "register_post_accumulate_grad_hook"),
 )  # fmt: skip
@@ -59,27 +59,27 @@ _HOOKS = (
 
 
 class ScriptTracer:
-    """Attached by the recorder.
+    """Records the events of one rank. The Recorder creates it.
 
     Args:
-        path: the file that the events are written to.
-        first: ops are recorded before the first step, and from this step on.
+        path: the file for the events.
+        first: ops are recorded before the first step, and from step `first` - 1 on.
     """
 
     def __init__(self, parts: RunParts, path: str, first: int, patches: Patches) -> None:
         self._parts, self._path, self._first = parts, path, first
         self.events: list[dict[str, Any]] = []
         self._step, self._yield = -1, -1  # -1: before the first
-        self._examples: int | None = None  # of this yield
+        self._examples: int | None = None  # the number of examples in this yield
         self._backward = False  # whether a backward call is running
-        # The id of a tensor -> (the number of the event that made it, the tensor). The tensor is kept alive, so that no
-        # other gets its id.
+        # The id of a tensor -> (the number of the event that made it, the tensor). The reference keeps the tensor
+        # alive, so that no other tensor gets its id.
         self._made_by: dict[int, tuple[int, Tensor]] = {}
         self._options: dict[tuple[int, int, str], Any] = {}  # (optimizer, group, option) -> its last value
-        self._states: dict[str, tuple[int, ...]] = {}  # parameter -> the ids of what its optimizer keeps for it
-        self._optimizers: list[Any] = []  # all that the script has made
+        self._states: dict[str, tuple[int, ...]] = {}  # parameter -> the ids of its optimizer state
+        self._optimizers: list[Any] = []  # all optimizers of the script
         self._prepared_tensors: dict[int, str] = {}  # the addresses that tensors had before run.prepare -> their names
-        self._last_lines: dict[int, int] = {}  # the id of a running frame of the user's -> the line that it is in
+        self._last_lines: dict[int, int] = {}  # the id of a running frame of the script -> its current line
         self._mode = _Mode(self)
         self._watch_functions(patches)
         self._mode.__enter__()
@@ -87,7 +87,7 @@ class ScriptTracer:
         if self._previous_trace is None:
             self._trace_running_frames()
 
-    # --- told by the recorder
+    # --- called by the recorder
 
     def begin_step(self, step: int) -> None:
         self._step, self._yield, self._examples = step, -1, None
@@ -107,7 +107,7 @@ class ScriptTracer:
         self._backward = False
 
     def register_models(self, models: Iterable[nn.Module], first: int) -> None:
-        """Models are being prepared: earlier writes to their tensors went to the addresses that they have now."""
+        """Remember the addresses of the models' tensors before run.prepare moves them. Earlier writes went to these."""
         for number, model in enumerate(models, start=first):
             prefix = f"{number}/" if number else ""
             for name, tensor in (*model.named_buffers(), *model.named_parameters()):
@@ -142,7 +142,7 @@ class ScriptTracer:
     # --- events
 
     def _record(self, kind: str, at: Place | None, name: str, **more: Any) -> int:
-        """Add an event, if there is a line for it. Return the number of the last event."""
+        """Add an event if it has a line. Return the number of the last event."""
         if at is not None and len(self.events) < _MAX_EVENTS:
             self.events.append({"k": kind, "at": at, "name": name, "step": self._step, "yield": self._yield, **more})
         return len(self.events) - 1
@@ -200,7 +200,7 @@ class ScriptTracer:
             kind = "gradient" if attribute == "grad" else "weights"
             name = target.partition(":")[2]
             made = self._digest(args[1]) if isinstance(args[1], Tensor) else None
-            if made is not None:  # not where gradients are cleared
+            if made is not None:  # clearing gradients does not count
                 self._record("write", at, "assigned", target=f"{kind}:{name}", values=made)
 
     def _record_writes(self, name: str, at: Place, targets: list[Tensor]) -> None:
@@ -210,7 +210,7 @@ class ScriptTracer:
             known = _tensors_by_address(self._parts) if known is None else known
             target = known.get(address)
             if target is None and self._step >= 0 and self._event_of(tensor) is not None:
-                continue  # an op of this yield has made it
+                continue  # an op of this yield made it
             self._record("write", at, name, target=target, address=address, values=self._digest(tensor))
 
     def _name_of(self, tensor: Any) -> str | None:
@@ -219,17 +219,17 @@ class ScriptTracer:
         return _tensors_by_address(self._parts).get(tensor.untyped_storage().data_ptr())
 
     def _record_alias(self, made: Tensor, of: Tensor) -> None:
-        """A tensor that shares the memory of another was made by the same event."""
+        """Record that the event that made `of` also made `made`, because they share memory."""
         if id(of) in self._made_by:
             self._made_by[id(made)] = (self._made_by[id(of)][0], made)
 
     def _event_of(self, tensor: Tensor) -> int | None:
-        """The number of the event that made a tensor in this yield; None where none did."""
+        """The number of the event that made a tensor in this yield; None if there is none."""
         found = self._made_by.get(id(tensor))
         return None if found is None else found[0]
 
     def _external_input(self, tensor: Tensor) -> dict[str, Any] | None:
-        """An input that no op of this yield has made: the batch, a parameter, or what the script has kept."""
+        """Describe an input that no op of this yield made: the batch, a parameter, or state that the script keeps."""
         if self._event_of(tensor) is not None or tensor.numel() > _MAX_EXTERNAL_ELEMENTS or tensor.is_meta:
             return None
         shape, values = self._values(tensor)
@@ -239,9 +239,9 @@ class ScriptTracer:
         return projections(tensor.detach().reshape(1, -1)) if tensor.numel() else []
 
     def _values(self, tensor: Tensor) -> tuple[str, list[float]]:
-        """(shape, values).
+        """Return (shape, values) of a tensor.
 
-        The shape is "rows" (a value for each example), "scalar" (the number itself), "all" (one value for the whole
+        The shape is "rows" (one value per example), "scalar" (the number itself), "all" (one value for the whole
         tensor) or "none" (no value).
         """
         examples, tensor = self._examples, tensor.detach()
@@ -257,7 +257,7 @@ class ScriptTracer:
             return "rows", projections(tensor.transpose(0, 1).reshape(examples, -1))
         return "all", projections(tensor.reshape(1, -1))
 
-    # --- functions in the place of others
+    # --- replaced functions
 
     def _watch_functions(self, patches: Patches) -> None:
         for owner, name in _SEEDS:
@@ -316,24 +316,24 @@ class ScriptTracer:
     # --- lines
 
     def _trace_running_frames(self) -> None:
-        """Trace the user's lines: of all frames to come, and of those that are running."""
+        """Trace the lines of the user's script, in future frames and in frames that are already running."""
         sys.settrace(self._on_call)
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None:  # frames that are running already
+        while frame is not None:  # frames that are already running
             if anywhere.owns(frame.f_code.co_filename):
                 frame.f_trace = self._on_line
                 self._last_lines[id(frame)] = frame.f_lineno
             frame = frame.f_back
 
     def _on_call(self, frame: FrameType, event: str, _: Any) -> Any:
-        """A function is called: its lines are traced where it is the user's."""
+        """Trace the lines of a function that is called, if it belongs to the user's script."""
         if not anywhere.owns(frame.f_code.co_filename):
             return None
         self._last_lines[id(frame)] = frame.f_lineno
         return self._on_line
 
     def _on_line(self, frame: FrameType, event: str, _: Any) -> Any:
-        """A line is over when the next one begins, or when its function returns."""
+        """Record the changes of a line when it ends: the next line begins, or the function returns."""
         if event in ("line", "return"):
             before = self._last_lines.get(id(frame))
             if self._optimizers and before is not None:
@@ -345,11 +345,11 @@ class ScriptTracer:
         return self._on_line
 
     def accept_options(self) -> None:
-        """Take the options as they are now. What Paceline itself has changed or loaded is not the script's doing."""
+        """Accept the current options: changes by Paceline do not count as changes by the script."""
         self._options, self._states = dict(self._read_options()), self._read_states()
 
     def _read_states(self) -> dict[str, tuple[int, ...]]:
-        """What the optimizers keep for each parameter, by identity: the keys, and the objects of the values."""
+        """The optimizers' state of each parameter, by identity: the keys, and the objects of the values."""
         names = self._parts.names
         return {
             names[parameter]: tuple(id(one) for pair in state.items() for one in pair)
@@ -359,7 +359,7 @@ class ScriptTracer:
         }
 
     def _record_replaced_states(self, at: Place | None) -> None:
-        """Record that the script has removed or replaced what an optimizer keeps. Ops in place are recorded as such."""
+        """Record that the script removed or replaced optimizer state. In-place ops are recorded separately."""
         found = self._read_states()
         for name in [name for name in (*self._states, *found) if self._states.get(name) != found.get(name)]:
             self._record("write", at, "state", target=f"state:{name}", values=[float(name in found)])
@@ -373,7 +373,7 @@ class ScriptTracer:
                         yield (number, index, key), value
 
     def _record_changed_options(self, at: Place | None) -> None:
-        """Record options that have changed since they were read last."""
+        """Record options that have changed since they were last read."""
         for key, value in self._read_options():
             if self._options.get(key) != value:
                 self._options[key] = value
@@ -381,7 +381,7 @@ class ScriptTracer:
 
 
 class _Mode(TorchFunctionMode):
-    """Hands every call of torch to the tracer."""
+    """Passes every call of torch to the tracer."""
 
     def __init__(self, tracer: ScriptTracer) -> None:
         super().__init__()
@@ -390,13 +390,13 @@ class _Mode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         with contextlib.suppress(RuntimeError, NotImplementedError, AttributeError, TypeError):
-            # A kind of tensor that cannot be read raises one of these errors: its events are left out.
+            # Tensor types that cannot be read raise one of these errors: their events are left out.
             self._tracer.record_call(func, args, kwargs or {}, out)
         return out
 
 
 def _tensors_by_address(parts: RunParts) -> dict[int, str]:
-    """What lies at each address of memory: parameters, buffers, their gradients, and the optimizers' state."""
+    """Memory address -> the name of its tensor: parameters, buffers, gradients, and the optimizers' state."""
     found: dict[int, str] = {}
     for number, model in enumerate(parts.models):
         prefix = f"{number}/" if number else ""
@@ -404,7 +404,7 @@ def _tensors_by_address(parts: RunParts) -> dict[int, str]:
             found[_storage_address(buffer)] = f"buffers:{prefix}{name}"
         for name, parameter in model.named_parameters():
             found[_storage_address(parameter)] = f"weights:{prefix}{name}"
-            if not parts.strategy.plan.bundled and (grad := parameter.grad) is not None:
+            if not parts.runs_closure and (grad := parameter.grad) is not None:
                 found.setdefault(_storage_address(grad), f"gradient:{prefix}{name}")
     names = parts.names
     for optimizer in parts.optimizers:
@@ -417,7 +417,7 @@ def _tensors_by_address(parts: RunParts) -> dict[int, str]:
 
 
 def _storage_address(tensor: Tensor) -> int:
-    """The address of the memory of a tensor; 0 where it has none."""
+    """The memory address of a tensor; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):

@@ -1,0 +1,190 @@
+"""Score `paceline verify` and `paceline doctor` on scripts with silent faults of distributed training.
+
+    python benchmarks/silentdist/score.py run       # all cases with both tools, into results/silentdist.json
+    python benchmarks/silentdist/score.py run --tools verify --only bert_mlm_counts
+    python benchmarks/silentdist/score.py table                     # the figures of docs/silentdist.md
+
+A case is a folder of `cases` with `faulty.py`, its twin `healthy.py`, which differs in the fix only, and `case.json`:
+
+    kind, fault       what is wrong, in a word and in a sentence
+    report            the public report of this fault; the scripts are written anew
+    line, also        the line to change, and further lines that show it
+    truth             the fault measured without the tools: relative distance from one process, for both scripts
+    blind             the case was first run when the tool was finished
+
+`run` adds to what is recorded. A faulty script counts as found if the tool exits with 1, and a healthy one as a false
+alarm. The line is right if it is `line` or one of `also`. The cause is right if it is listed in CAUSES for the kind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from collate_draws import machine
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "results" / "silentdist.json"
+SECONDS = 300
+
+_LOSS = {
+    "mean-of-means",
+    "weights",
+    "loss_mean_of_means",
+    "own_fractions",
+    "term_times_processes",
+    "accumulation",
+    "factor",
+}
+_REDUCE = {
+    "not-reduced",
+    "rank-missing",
+    "backward-lost",
+    "weights",
+    "not_reduced",
+    "partly_reduced",
+    "gradients_differ",
+}
+_DATA = {"same-examples", "same_examples", "same_batch", "examples_missed", "no_set_epoch", "same_in_workers"}
+_RANDOM = {"same_random_numbers", "same_noise", "same_augmentations", "same_in_workers", "same_masks"}
+CAUSES: dict[str, set[str]] = {  # kind -> the tools' causes that lead to the fault; written before the first run
+    "loss-denominator": _LOSS,
+    "second-loss-term": _LOSS,
+    "gradient-accumulation": _LOSS | {"stale", "gradients_dropped", "backward-lost", "sync_off"},
+    "moe-aux-loss": _LOSS | {"batch-level"},
+    "world-size-scaling": {"factor", "summed_gradients", "term_times_processes", "accumulation", "weights"},
+    "wrapper-bypass": _REDUCE | {"past_ddp"},
+    "parameter-outside-wrapper": _REDUCE | {"unknown_to_ddp", "past_ddp", "ranks-drift-apart", "weights_differ"},
+    "rank-branch": _REDUCE | {"steps_differ", "collectives", "weights", "optimizer_differs"},
+    "no-sync": _REDUCE | {"sync_off", "no_no_sync"},
+    "gradient-clipping": {"clip_before_reduce", "clip_of_shards", "clip_before_unscale", "weights", "factor"},
+    "same-data": _DATA | _RANDOM,
+    "same-randomness": _RANDOM | _DATA,
+    "set-epoch": {"no_set_epoch"},
+    "padded-shards": _DATA | {"padded_evaluation", "local_metric"},
+    "initial-weights": {"ranks-start-apart", "weights_differ_at_start", "weights_differ"},
+    "scheduler-steps": {
+        "schedule_length",
+        "scheduler_steps",
+        "lr_differs",
+        "lr_scaled_alone",
+        "lr_scaled_twice",
+        "lr_not_scaled",
+    },
+    "lr-scaling": {"lr_scaled_twice", "lr_scaled_alone", "lr_differs", "lr_not_scaled", "factor"},
+    "sharded-optimizer": {"matrix_of_shard", "optimizer_differs", "ranks-drift-apart", "weights_differ", "update"},
+    "process-group": _REDUCE | {"ranks-drift-apart", "weights_differ", "factor", "collectives"},
+    "ema": {"written_outside", "ranks-drift-apart", "weights_differ", "buffers_differ"},
+    "batch-norm": {"batch_norm", "buffers_differ", "batch-level"},
+    "weight-decay": {"factor", "weights", "summed_gradients"},
+    "model-parallel": {"factor", "weights", "partly_reduced", *_REDUCE},
+    "evaluation": {"padded_evaluation", "local_metric"},
+}
+
+
+def cases(only: list[str]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    for path in sorted(HERE.glob("cases/*/case.json")):
+        if not only or path.parent.name in only:
+            yield path.parent, json.loads(path.read_text())
+
+
+def judge(tool: str, script: Path, steps: int) -> dict[str, Any]:
+    """Run a tool on a script with 2 processes. Returns its exit code, cause, line and time."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        line = [sys.executable, "-m", "paceline", tool, "--nproc", "2", "--steps", str(steps), "--deadline", "120"]
+        began = time.monotonic()
+        try:
+            done = subprocess.run(
+                [*line, "--json", str(answer), str(script)], capture_output=True, text=True, cwd=folder, timeout=SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            return {"code": None, "causes": [], "lines": [], "seconds": SECONDS, "text": "not done"}
+        seconds = round(time.monotonic() - began, 1)
+        found = json.loads(answer.read_text()) if answer.exists() else {}
+    if tool == "doctor":
+        grave = [one for one in found.get("findings", []) if one["changes_model"]]
+        causes = [one["cause"] for one in grave]
+        lines = [one["line"] for one in grave] + [
+            int(one["beside"].rpartition(":")[2]) for one in grave if one["beside"]
+        ]
+    else:
+        causes, lines = [found.get("cause")], [found.get("line")]
+    return {"code": done.returncode, "causes": causes, "lines": lines, "seconds": seconds, "text": done.stdout[:600]}
+
+
+def run(tools: list[str], only: list[str], steps: int) -> None:
+    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cases": {}}
+    known |= {"command": "python benchmarks/silentdist/score.py run", "machine": machine(), "steps": steps}
+    known["time"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    for folder, case in cases(only):
+        for tool in tools:
+            for twin in ("faulty", "healthy"):
+                record = known["cases"].setdefault(
+                    folder.name, {"kind": case["kind"], "blind": case.get("blind", False)}
+                )
+                found = record[f"{tool} {twin}"] = judge(tool, folder / f"{twin}.py", steps)
+                print(
+                    folder.name,
+                    tool,
+                    twin,
+                    found["code"],
+                    found["causes"],
+                    found["lines"],
+                    found["seconds"],
+                    flush=True,
+                )
+                RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def figures(tool: str, blind: bool | None = None) -> dict[str, str]:
+    """The figures of a tool, over all recorded cases, or those that are blind or not."""
+    known = json.loads(RESULTS.read_text())["cases"]
+    of = {folder.name: case for folder, case in cases([])}
+    rows = [
+        (of[name], record[f"{tool} faulty"], record[f"{tool} healthy"])
+        for name, record in known.items()
+        if f"{tool} healthy" in record and name in of and blind in (None, record["blind"])
+    ]
+    found = [(case, faulty) for case, faulty, _ in rows if faulty["code"] == 1]
+    cause = [1 for case, faulty in found if set(faulty["causes"]) & CAUSES.get(case["kind"], set())]
+    line = [1 for case, faulty in found if {case["line"], *case["also"]} & set(faulty["lines"])]
+    seconds = sorted(one["seconds"] for _, *both in rows for one in both)
+    return {
+        "cases": str(len(rows)),
+        "found": f"{len(found)}",
+        "right cause": f"{len(cause)}",
+        "right line": f"{len(line)}",
+        "cannot judge": f"{sum(f['code'] not in (0, 1) for _, f, _ in rows)}",
+        "false alarms": f"{sum(h['code'] == 1 for *_, h in rows)}",
+        "healthy, cannot judge": f"{sum(h['code'] not in (0, 1) for *_, h in rows)}",
+        "median s": f"{seconds[len(seconds) // 2]:.0f}" if seconds else "-",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["run", "table"])
+    parser.add_argument("--tools", nargs="+", default=["verify", "doctor"])
+    parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--steps", type=int, default=6)
+    options = parser.parse_args()
+    if options.what == "run":
+        run(options.tools, options.only, options.steps)
+        return
+    for tool in options.tools:
+        for title, blind in (("all", None), ("blind", True), ("seen", False)):
+            print(tool, title, figures(tool, blind))
+
+
+if __name__ == "__main__":
+    main()

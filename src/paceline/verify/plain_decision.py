@@ -1,0 +1,457 @@
+"""Which runs `paceline verify` makes for a script that does not use Paceline, and the answer that follows from them.
+
+A    the script as it is, on n ranks
+C    the script in one process: each batch has the examples of all ranks. Each update starts from the state of A.
+S    instead of C, if one process needs n times as many batches for an update: the batches of the ranks one by one
+C2   C with the examples in reverse order and with different rounding, for the tolerances (tolerances.py)
+C3   C with different rounding only. C4: C again
+Pr   the script in one process, with the examples of rank r only, up to the first update that differs. Made only if A
+     does not show what each rank adds to the gradients, as with FSDP.
+
+If gradients differ, the kind of the difference follows from A, C and all Pr (hypotheses.py). The line in the script and
+the remedy come from `paceline doctor`, if it finds a fault in the script.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from paceline.verify.answer import DIFFERENT, SAME, UNKNOWN, Answer, Claim, answer_with, claim_from, describe
+from paceline.verify.comparison import without_kinks
+from paceline.verify.differences import differences, differences_computed
+from paceline.verify.hypotheses import Explanation, explain, is_multiple, total
+from paceline.verify.run_record import RunRecord
+from paceline.verify.runs import SINGLE, Runs
+from paceline.verify.tolerances import Difference, Tolerances, norm
+
+
+def decide_plain(runs: Runs, ours: RunRecord) -> Answer:
+    """Make the runs of one process, and answer. ours: the record of the subject run."""
+    return _PlainComparison(runs, ours).answer()
+
+
+def _unknown(why: str, *runs: str) -> Answer:
+    return Answer(UNKNOWN, [Claim(f"could not tell: {why}", runs)])
+
+
+class _PlainComparison:
+    """The subject run and its runs of one process."""
+
+    def __init__(self, runs: Runs, ours: RunRecord) -> None:
+        self._runs, self._ours = runs, ours
+        self._processes = len(ours.ranks)
+        self._how: dict[str, Any] = {"processes": self._processes}
+        self._notes: list[Claim] = []
+
+    def answer(self) -> Answer:
+        answer = self._answer()
+        answer.steps = answer.steps or self._ours.steps
+        answer.notes += self._notes
+        return answer
+
+    def _answer(self) -> Answer:
+        ours = self._ours
+        problem = next((record["problem"] for record in ours.ranks if record["problem"]), "")
+        if problem:
+            return _unknown(f"{problem}.", "A")
+        if not ours.steps:
+            return _unknown("the script made no update with an optimizer of torch.optim.")
+        yields = any(step["yields"] for record in ours.ranks for step in record["steps"])
+        if not yields or not all(record["complete"] for record in ours.ranks):
+            return self._by_ranks(
+                "the script's batches come from no torch DataLoader, and verify sees no inputs of its model with their "
+                "targets. So it cannot give one process the examples of all ranks. Iterate over a DataLoader, or call "
+                "the model as model(inputs, targets)."
+            )
+        whole, why = self._whole()
+        if whole is None:
+            return self._by_ranks(why)
+        found = self._ranks_differ_at_start() or self._same_examples()
+        if found is not None:
+            return self._located(found)
+        tolerances = self._tolerances(whole)
+        if tolerances is None:
+            return _unknown(
+                "one process, run twice on the same batches, differs from itself by more than rounding: an operator is "
+                "not deterministic, or draws random numbers that verify cannot repeat.",
+                whole.name,
+                "C4",
+            )
+        self._note_rates(whole)
+        every = [
+            [d for d in differences(ours, whole, ours, tolerances, step) if d.quantity != "initial weights"]
+            for step in range(min(ours.steps, whole.steps))
+        ]
+        every, kinks = without_kinks(every, tolerances)
+        if kinks:
+            text = f"in {kinks} of the updates some gradients differ by more than rounding does, as at a ReLU's kink"
+            self._notes.append(claim_from(text, ours, whole))
+        differing = next((found for found in every if found), [])
+        if not differing:
+            found = self._ranks_differ_later()
+            return self._located(found) if found is not None else self._same(whole, tolerances)
+        return self._different(whole, tolerances, differing)
+
+    # --- the subject run alone
+
+    @cached_property
+    def _different_at_start(self) -> list[str]:
+        """The parameters that the ranks start with different values of."""
+        starts = [record["steps"][0]["start"] for record in self._ours.ranks]
+        return [n for n in self._ours.parameters if len({start.get(n) for start in starts if n in start}) > 1]
+
+    def _ranks_differ_at_start(self, among: Collection[str] | None = None) -> Answer | None:
+        """An answer if the ranks start from different weights. among: look only at these parameters; None: at all."""
+        names = [n for n in self._different_at_start if among is None or n in among]
+        if not names:
+            return None
+        text = (
+            f"different. The ranks start from different weights: {_listed(names)}.\n"
+            "Cause: each rank initialises its own model, and nothing sends the weights of one rank to the others.\n"
+            "Remedy: wrap the model in DistributedDataParallel, broadcast its parameters from rank 0 before the first "
+            "step, or seed all ranks equally before the model is built."
+        )
+        answer = Answer(DIFFERENT, [claim_from(text, self._ours)], 0, "initial weights", names[0], "ranks-start-apart")
+        return answer
+
+    def _same_examples(self) -> Answer | None:
+        """An answer if all ranks compute the same examples in each step."""
+        steps = range(self._ours.steps)
+        by_step = []
+        for step in steps:
+            keys = [
+                sorted(key for _, batch in record["keys"] for key in batch) for record in self._ours.step_records(step)
+            ]
+            by_step.append(keys)
+        filled = [keys for keys in by_step if any(keys)]
+        if len(filled) < 2 or any(keys[0] != other for keys in filled for other in keys[1:]):
+            return None
+        if len({tuple(keys[0]) for keys in filled}) == 1:  # one batch again and again: a test of the script
+            return None
+        text = (
+            f"different. In each of the {len(filled)} steps, all ranks compute the same examples, so "
+            f"{self._processes} processes make the updates of one.\n"
+            "Cause: the script does not divide its data between the ranks.\n"
+            "Remedy: give the DataLoader a DistributedSampler; let an IterableDataset yield each rank its own share."
+        )
+        return Answer(DIFFERENT, [claim_from(text, self._ours)], 0, "examples", None, "same-examples")
+
+    def _ranks_differ_later(self) -> Answer | None:
+        """An answer if the ranks hold different weights after an update."""
+        for step in range(self._ours.steps):
+            records = self._ours.step_records(step)
+            names = [
+                n for n in self._ours.parameters if len({r["after"].get(n) for r in records if n in r["after"]}) > 1
+            ]
+            if names:
+                text = f"different. After update {step + 1} the ranks hold different weights: {_listed(names)}."
+                claim = claim_from(text, self._ours)
+                return Answer(DIFFERENT, [claim], step, "weights", names[0], "ranks-drift-apart")
+        return None
+
+    def _by_ranks(self, why: str) -> Answer:
+        """The answer if there is no run of one process: whether the ranks' gradients are combined evenly.
+
+        Parameters that start with different values on the ranks may be parts of a larger model. They are compared only
+        if their gradients are combined.
+
+        why: the reason why there is no run of one process.
+        """
+        ours, uneven, compared = self._ours, False, 0
+        for step in range(ours.steps):
+            pieces = self._local_gradients(step)
+            if pieces is None:
+                continue
+            compared += 1
+            mine, sums = ours.gradients(step, 0), total([one for rank in pieces for one in rank])
+            names = [name for name in mine if name in sums]
+
+            def allowed(name: str, mine: dict[str, Tensor] = mine) -> float:
+                return 1e-4 * norm(mine[name])
+
+            wrong = [name for name in names if not is_multiple(mine[name], sums[name], allowed(name))]
+            shared = [name for name in names if name not in wrong and len(pieces) > 1]
+            found = self._ranks_differ_at_start(shared)
+            if found is not None:
+                return self._located(found)
+            wrong = [name for name in wrong if name not in self._different_at_start]
+            if not wrong:
+                continue
+            before = ours.gradients(step - 1, 0) if step else {}
+            even = {name: value / self._processes for name, value in sums.items()}
+            cause = explain(wrong, mine, even, pieces, before, allowed)
+            if cause is None or not cause.accused:
+                uneven = True
+                continue
+            if cause.key == "not-reduced" and self._averages_weights():
+                return self._local_sgd()
+            text = (
+                f"different. In update {step + 1}, the ranks' gradients are not combined evenly. In {len(wrong)} of "
+                f"{len(ours.parameters)} parameters, the gradient is {cause.sentence}."
+            )
+            answer = Answer(DIFFERENT, [claim_from(text, ours)], step, "gradient", wrong[0], cause.key)
+            return self._located(answer)
+        if not self._different_at_start:
+            found = self._same_examples() or self._ranks_differ_later()
+            if found is not None:
+                return self._located(found)
+        if self._fault is not None:
+            return self._located(Answer(DIFFERENT, [claim_from("different, by the rules of paceline doctor.", ours)]))
+        why = why if why.endswith(".") else f"{why}."
+        if compared == ours.steps and not uneven and not self._different_at_start:
+            why += " The ranks' gradients are combined evenly; the scale of the losses is not compared."
+        return _unknown(why, "A")
+
+    def _local_gradients(self, step: int) -> list[list[dict[str, Tensor]]] | None:
+        """What each backward of an update has added on each rank; None if a rank has not recorded it."""
+        found: list[list[dict[str, Tensor]]] = []
+        for record in self._ours.ranks:
+            added: list[dict[str, Tensor]] = []
+            while tensors := self._ours.tensors(f"local-{step}-{len(added)}-r{record['rank']}"):
+                added.append({name: value.double() for name, value in tensors.items()})
+            found.append(added)
+        return found if all(found) else None
+
+    # --- runs of one process
+
+    def _whole(self) -> tuple[RunRecord | None, str]:
+        """(C or S, ""), or (None, the reason why neither can be compared)."""
+        found, why = self._runs.run_single_process("C", SINGLE, **self._how)
+        if found is None:
+            return None, f"the script could not run in one process: {why}"
+        mine, theirs = _batches_per_update(self._ours), _batches_per_update(found)
+        if mine != theirs and theirs == mine * self._processes:
+            self._how["separate_batches"] = True
+            found, why = self._runs.run_single_process("S", SINGLE, **self._how)
+            if found is None:
+                return None, f"the script could not run in one process: {why}"
+            theirs = _batches_per_update(found) / self._processes
+        if mine != theirs:
+            return None, (
+                f"an update of your run takes {mine:g} batches of each rank, and one process takes {theirs:g} batches "
+                "for an update. Set the number of accumulated batches to a fixed number, or divide it by the number of "
+                "processes."
+            )
+        problem = found.ranks[0]["problem"]
+        if problem:
+            return None, f"{problem}."
+        step = self._with_other_examples(found)
+        if step is not None:
+            return None, (
+                f"in update {step + 1} one process computes other examples than your ranks together: the ranks take "
+                "their batches from different loaders at the same time."
+            )
+        if set(found.parameters) != set(self._ours.parameters):
+            other = sorted(set(found.parameters) ^ set(self._ours.parameters))
+            return None, f"one process trains other parameters than your run: {_listed(other)}."
+        return found, ""
+
+    def _with_other_examples(self, whole: RunRecord) -> int | None:
+        """The first step in which C has other examples than A; None if there is none."""
+        if "separate_batches" in self._how:
+            return None
+        for step in range(min(self._ours.steps, whole.steps)):
+            mine, theirs = (
+                sorted(
+                    (loader, key)
+                    for record in run.step_records(step)
+                    for loader, keys in record["keys"]
+                    for key in keys
+                )
+                for run in (self._ours, whole)
+            )
+            if mine != theirs:
+                return step
+        return None
+
+    def _run(self, name: str, **how: Any) -> RunRecord | None:
+        return self._runs.run_single_process(name, SINGLE, **{**self._how, **how})[0]
+
+    def _tolerances(self, whole: RunRecord) -> Tolerances | None:
+        """The tolerances; None if one process differs from itself."""
+        record = self._ours.ranks[0]
+
+        def measured(other: RunRecord | None) -> Tolerances:
+            return Tolerances(whole, other, record["precision"], record["tf32"])
+
+        tolerances = measured(self._run("C2", perturbed=True, reversed_batches=True))
+        if tolerances.rounding_only:
+            return tolerances
+        again, exact = self._run("C4"), measured(None)
+        if again is None or any(list(differences_computed(again, whole, exact, k)) for k in range(whole.steps)):
+            return None
+        in_order = measured(self._run("C3", perturbed=True))
+        if in_order.rounding_only:
+            return in_order
+        tolerances.enlarged = True
+        self._notes.append(
+            claim_from(
+                "this model amplifies rounding: the last bit of its weights moves most gradients by more than half of "
+                "their digits, so smaller faults cannot be detected",
+                whole,
+            )
+        )
+        return tolerances
+
+    def _note_rates(self, whole: RunRecord) -> None:
+        for step in range(min(self._ours.steps, whole.steps)):
+            mine, theirs = self._ours.ranks[0]["rates"][step], whole.ranks[0]["rates"][step]
+            pairs = [(a, b) for a, b in zip(mine, theirs, strict=False) if abs(a - b) > 1e-9 * max(abs(a), abs(b))]
+            if pairs:
+                self._notes.append(
+                    claim_from(
+                        f"in update {step + 1} the learning rate is {pairs[0][0]:g}, and one process would use "
+                        f"{pairs[0][1]:g}: the script derives it from the number of processes or of batches. The "
+                        "updates were compared with the learning rate of your run",
+                        self._ours,
+                        whole,
+                    )
+                )
+                return
+
+    # --- answers
+
+    def _same(self, whole: RunRecord, tolerances: Tolerances) -> Answer:
+        ours = self._ours
+        steps, worst = min(ours.steps, whole.steps), (0.0, 0.0, "")
+        for step in range(steps):
+            mine, theirs = ours.gradients(step, 0), whole.gradients(step, 0)
+            for name in mine.keys() & theirs.keys():
+                size = norm(theirs[name])
+                if size and name not in tolerances.indeterminate:
+                    worst = max(
+                        worst, (norm(mine[name] - theirs[name]) / size, tolerances.gradient(name, theirs) / size, name)
+                    )
+        text = (
+            f"the same. {steps} updates of {self._processes} processes are those of one process that computes the same "
+            f"examples."
+        )
+        if worst[2]:
+            share, explained, name = worst
+            text += f" The largest difference of a gradient is {share:.2g} of its norm"
+            text += f" ({name}; rounding explains {explained:.2g})."
+        answer = Answer(SAME, [claim_from(text, ours, whole)], steps=steps)
+        if ours.ranks[0]["normalised"] and "separate_batches" not in self._how:
+            answer.notes.append(
+                claim_from(
+                    "batch norm uses the examples of each rank separately, in your run and in the run of one process. "
+                    "SyncBatchNorm uses the whole batch",
+                    whole,
+                )
+            )
+        return answer
+
+    def _different(self, whole: RunRecord, tolerances: Tolerances, found: Sequence[Difference]) -> Answer:
+        first, ours = found[0], self._ours
+        unmatched = sorted({name for r in ours.step_records(first.step) for name in r["unmatched"]})
+        cause = self._explained(whole, tolerances, found) if first.quantity == "gradient" else None
+        if cause is None and unmatched:
+            return _unknown(
+                f"the script mixes the examples of a batch at random ({', '.join(unmatched)}), and verify cannot give "
+                "one process the same mixture.",
+                ours.name,
+                whole.name,
+            )
+        if cause is not None and cause.key == "not-reduced" and self._averages_weights():
+            return self._local_sgd()
+        if cause is not None and not cause.accused and self._fault is None:
+            text = (
+                f"the same up to the loss of a batch. The gradients of your run are {cause.sentence} (in-batch "
+                "negatives, batch statistics). Each rank computes this loss on its own examples, as data parallelism "
+                "does."
+            )
+            return Answer(SAME, [claim_from(text, ours, whole)], steps=min(ours.steps, whole.steps), cause=cause.key)
+        claims = [claim_from(f"different. {describe(first)}", ours, whole)]
+        if cause is not None:
+            share = f"In {len(cause.names)} of {len(ours.parameters)} parameters, the gradient is {cause.sentence}."
+            claims.append(claim_from(f"\n{share}", ours, whole))
+        answer = answer_with(DIFFERENT, claims, found, cause.key if cause is not None else "unknown")
+        return self._located(answer)
+
+    def _explained(self, whole: RunRecord, tolerances: Tolerances, found: Sequence[Difference]) -> Explanation | None:
+        """The kind of the difference, from one run for each rank's examples."""
+        step = found[0].step
+        pieces = self._local_gradients(step)
+        if pieces is None:
+            pieces = []
+            for rank in range(self._processes):
+                part = self._run(f"P{rank}", only_shard=rank, separate_batches=False, steps=step + 1)
+                if part is None or part.steps <= step:
+                    return None
+                pieces.append(_by_backward(part, step))
+        names = [d.name for d in found if d.quantity == "gradient" and d.name is not None]
+        theirs = whole.gradients(step, 0)
+        before = self._ours.gradients(step - 1, 0) if step else {}
+        mine = self._ours.gradients(step, 0)
+        return explain(names, mine, theirs, pieces, before, lambda name: tolerances.gradient(name, theirs))
+
+    def _local_sgd(self) -> Answer:
+        return _unknown(
+            "each rank trains alone, and the ranks average their weights now and then (local SGD). This changes the "
+            "training by design, so there is no process to compare with.",
+            self._ours.name,
+        )
+
+    def _averages_weights(self) -> bool:
+        """Whether ranks that held different weights after an update have equal weights before a later one."""
+        apart = False
+        for step in range(self._ours.steps):
+            records = self._ours.step_records(step)
+            if apart and all(record["before"] == records[0]["before"] for record in records):
+                return True
+            apart = any(record["after"] != records[0]["after"] for record in records)
+        return False
+
+    @cached_property
+    def _fault(self) -> dict[str, Any] | None:
+        """The fault that `paceline doctor` finds in the script; None if there is none."""
+        return self._runs.find_fault()
+
+    def _located(self, answer: Answer) -> Answer:
+        """Add the line of the fault."""
+        fault = self._fault
+        lines = (self._ours.step_records(answer.step or 0) or [{}])[0].get("lines", {})
+        if fault is not None:
+            answer.remedy, answer.file, answer.line = fault["remedy"], fault["file"], fault["line"]
+            answer.cause = answer.cause if answer.cause not in (None, "unknown", "batch-level") else fault["cause"]
+            where = f"{fault['file']}:{fault['line']}: " if fault["file"] else ""
+            answer.claims.append(
+                Claim(
+                    f"\nCause, by paceline doctor: {where}{fault['title']}. {fault['evidence']}.\n"
+                    f"Remedy: {fault['remedy']}"
+                )
+            )
+        elif at := lines.get("backward") or lines.get("step"):
+            answer.file, answer.line = at
+            answer.claims.append(Claim(f"\nThe gradients come from the backward at {at[0]}:{at[1]}."))
+        return answer
+
+
+def _by_backward(record: RunRecord, step: int) -> list[dict[str, Tensor]]:
+    """The gradient of each backward of a step, for a run of one process."""
+    sums: list[dict[str, Tensor]] = []
+    while found := record.tensors(f"part-{step}-{len(sums) + 1}"):
+        sums.append({name: grad.double() for name, grad in found.items()})
+    pieces: list[dict[str, Tensor]] = []
+    before: dict[str, Tensor] = {}
+    for added in [*sums, record.gradients(step, 0)]:
+        pieces.append({name: grad - before[name] if name in before else grad for name, grad in added.items()})
+        before = added
+    return pieces
+
+
+def _batches_per_update(record: RunRecord) -> float:
+    """The number of batches of a rank between two updates, in the last steps."""
+    yields = [step["yields"] for step in record.ranks[0]["steps"]]
+    if len(yields) == 1:
+        return float(yields[0])
+    return (yields[-1] - yields[0]) / (len(yields) - 1)
+
+
+def _listed(names: Sequence[str], most: int = 3) -> str:
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,385 @@
+"""Record the updates of a script that does not use Paceline, and make each update start from a given state.
+
+Each call of an optimizer's `step` is one update, and one step of the record. In the subject run, before and after each
+update, the recorder writes the gradients, and the tensors that they change. In a run of one process:
+
+1. A model is set to the subject run's first weights before its first forward.
+2. Before an update the recorder saves the gradients. Then it loads the subject run's gradients, learning rate and other
+   options. So the update is compared independently of the gradient.
+3. After the update it loads the state of the subject run: weights, buffers, the optimizer's state.
+
+If the script clips its gradients, the recorded gradients are those before clipping, and the norm is recorded too.
+
+Files (see worker/recorder.py for the format):
+
+first-M            the tensors of model M before its first forward
+state-K            parameters, buffers and optimizer state after update K - 1
+start-K            the same as sketches
+grad-K-0-rN        gradients before clipping, on rank N
+local-K-B-rN       what backward B of the update has added on rank N, before a reduction
+take-K-0-r0        gradients that the optimizer gets, on rank 0
+after-K-0          parameters and buffers after the update
+rank-N.json        the record
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import optimizer as optim
+
+from paceline.comm.dtensor import is_sharded
+from paceline.observe.digests import digest, tensors_in
+from paceline.observe.patching import Patches
+from paceline.observe.script_stack import ScriptStack, module_files
+from paceline.observe.sketches import sketch, sketched
+from paceline.step.backends import allows_tf32
+from paceline.torch_private.core import parameters_of
+from paceline.trials.spec import TrialEnded, TrialSpec
+from paceline.verify.plain_worker.batch_norm import norm_of_each_rank
+from paceline.verify.plain_worker.examples import Loaders, Replay
+from paceline.verify.plain_worker.step_draws import StepDraws
+from paceline.verify.plain_worker.trained_tensors import TrainedTensors, whole
+from paceline.verify.worker.perturbation import nudge_weights
+from paceline.verify.worker.record_files import load_gradients, new_step_record, optimizer_options, save_tensors
+
+PORTED = "paceline.verify.worker.recorder"  # imported by `paceline.start` in a trial
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
+
+
+def _suspending_draws(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The recorder's own random numbers are not draws of the script."""
+
+    @functools.wraps(method)
+    def suspended(recorder: PlainRecorder, *args: Any) -> Any:
+        with recorder.draws.suspended():
+            return method(recorder, *args)
+
+    return suspended
+
+
+def install(spec: TrialSpec, kind: str, script: str) -> PlainRecorder:
+    """Start to record. Call it once, as soon as torch has been imported."""
+    roots = [os.path.realpath(script)] if kind == "script" else [*module_files(script), os.getcwd()]
+    return PlainRecorder(spec, ScriptStack(roots))
+
+
+class PlainRecorder:
+    """Records one process from the import of torch to its end."""
+
+    def __init__(self, spec: TrialSpec, stack: ScriptStack) -> None:
+        assert spec.reference is not None
+        self._spec, self._stack, self._reference = spec, stack, spec.reference
+        self._rank = int(os.environ.get("RANK", "0"))
+        self._subject: list[dict[str, Any]] = []  # the records of the subject run's ranks, in another run
+        if not spec.is_subject:
+            for rank in range(spec.processes):
+                with open(os.path.join(self._reference, f"rank-{rank}.json")) as file:
+                    self._subject.append(json.load(file))
+        self._trained = TrainedTensors()
+        self._steps: list[dict[str, Any]] = []
+        self._current = new_step_record(0, 0)
+        self._lines: dict[str, list[Any]] = {}  # the script's lines of the current step, by kind of call
+        self._losses: list[float] = []
+        self._backwards = 0  # in this update
+        self._local: list[dict[str, Tensor]] = []  # what each backward of this update has added, on this rank alone
+        self._model_has_loss = False  # whether a model returned a scalar
+        self._norm: float | None = None  # of the gradients before clipping
+        self._before_clipping: dict[str, Tensor] = {}
+        self._in_forward: nn.Module | None = None  # the outermost module of the current forward
+        self._depth = 0  # nested calls of optimizers' `step`
+        self._precision = "fp32"
+        self._problem = ""  # why the runs cannot be compared
+        self._rates: list[list[float]] = []  # the learning rates that this run computed itself
+        self._pid = os.getpid()
+        self._written = False
+        self._replay = None if spec.is_subject else self._make_replay()
+        self.draws = StepDraws()
+        self._patches = Patches(self._is_active)
+        folder = spec.directory if spec.is_subject else self._reference
+        self._loaders = Loaders(folder, self._rank, self.draws, self._patches, self._replay, self._is_active)
+        self._install()
+        atexit.register(self.finish)
+
+    def _make_replay(self) -> Replay:
+        passes = [record["passes"] for record in self._subject]
+        return Replay(
+            self._reference,
+            passes,
+            only_rank=self._spec.only_shard,
+            separately=self._spec.separate_batches,
+            reverse=self._spec.reversed_batches,
+        )
+
+    def _is_active(self) -> bool:
+        return os.getpid() == self._pid and not self._written and PORTED not in sys.modules
+
+    def _install(self) -> None:
+        register_module_forward_pre_hook(self._before_forward)  # type: ignore[arg-type]  # it may return arguments
+        register_module_forward_hook(self._after_forward, always_call=True)
+        optim.register_optimizer_step_pre_hook(self._before_update)
+        optim.register_optimizer_step_post_hook(self._after_update)
+        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+            for name in _CLIPPING:
+                self._patches.wrap(owner, name, self._wrap_clipping)
+        self._patches.before(torch.autograd, "backward", self._before_backward)
+        if not self._spec.is_subject and self._spec.only_shard is None and not self._spec.separate_batches:
+            norm_of_each_rank(self._patches, lambda: self.draws.sizes)
+
+    # --- forwards and backwards
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not torch.is_grad_enabled() or not self._is_active():
+            return None
+        if not self._steps:
+            self._note_precision(module)
+        if self._in_forward is not None:
+            return None
+        self._in_forward = module
+        self._lines.setdefault("forward", self._stack.caller())
+        if not self._trained.has_parameters_of(module):
+            self._add_model(module)
+        with self.draws.suspended():
+            return self._loaders.inputs(args)
+
+    def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        if self._in_forward is module:
+            self._in_forward = None
+            self._model_has_loss |= any(not one.dim() and one.requires_grad for one in tensors_in(output))
+
+    def _note_precision(self, module: nn.Module) -> None:
+        if any(p is not None and p.dtype in (torch.bfloat16, torch.float16) for p in parameters_of(module).values()):
+            self._precision = "bf16"
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                self._precision = {torch.bfloat16: "bf16", torch.float16: "fp16"}[torch.get_autocast_dtype(device)]
+
+    @_suspending_draws
+    def _add_model(self, module: nn.Module) -> None:
+        """Save the first weights of a model, or load those of the subject run."""
+        number = len(self._trained.models)
+        new = self._trained.add_model(module)
+        if not new:
+            return
+        path = os.path.join(self._spec.directory if self._spec.is_subject else self._reference, f"first-{number}")
+        if self._spec.is_subject:
+            for name, tensor in new.items():
+                if isinstance(tensor, nn.Parameter) and tensor.requires_grad and not is_sharded(tensor):
+                    tensor.register_hook(functools.partial(self._note_local, name))
+            found = whole(new)
+            self._current["start"] |= {name: digest(value) for name, value in found.items()}
+            if self._rank == 0:
+                save_tensors(found, path + ".safetensors")
+        elif os.path.exists(path + ".safetensors"):
+            self._load(load_file(path + ".safetensors"))
+
+    def _note_local(self, name: str, grad: Tensor) -> None:
+        """Keep what the current backward adds to a gradient. The hook runs before the ranks' gradients are reduced."""
+        if not self._is_active() or not self._backwards or grad.layout is not torch.strided:
+            return
+        with self.draws.suspended():
+            value = sketch(grad.detach())
+        while len(self._local) < self._backwards:
+            self._local.append({})
+        known = self._local[-1].get(name)
+        self._local[-1][name] = value.clone() if known is None else known + value
+
+    def _load(self, state: dict[str, Tensor]) -> None:
+        if self._spec.perturbed:
+            weights = dict(state)
+            nudge_weights([weights], set(state) - self._trained.buffers(), 1 + len(self._steps))
+            state = weights
+        wrong = self._trained.load(state)
+        if wrong:
+            self._problem = (
+                self._problem or f"one process builds other parameters than your run: the shape of {wrong[0]} differs"
+            )
+
+    def _before_backward(self, tensors: Any, *_: Any, **__: Any) -> None:
+        if self._spec.only_shard is not None and self._backwards:
+            with self.draws.suspended():
+                found = {n: p.grad for n, p in self._trained.tensors().items() if p.is_leaf and p.grad is not None}
+                save_tensors(sketched(whole(found)), self._path(f"part-{len(self._steps)}-{self._backwards}"))
+        self._backwards += 1
+        self._lines["backward"] = self._stack.caller()
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        self._losses += [float(loss.detach()) for loss in losses if loss.numel() == 1]
+
+    # --- updates
+
+    def _wrap_clipping(self, original: Any) -> Any:
+        def clip(parameters: Any, *args: Any, **options: Any) -> Any:
+            parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            if self._is_active():
+                self._lines["clip"] = self._stack.caller()
+                known = {id(p): name for name, p in self._trained.tensors().items()}
+                grads = {known[id(p)]: p.grad for p in parameters if id(p) in known and p.grad is not None}
+                for name, value in sketched(whole(grads)).items():
+                    self._before_clipping.setdefault(name, value.clone())
+            norm = original(parameters, *args, **options)
+            if self._is_active() and isinstance(norm, Tensor):
+                self._norm = float(whole({"norm": norm})["norm"])
+            return norm
+
+        return clip
+
+    def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Record the gradients. If the optimizer gets a closure, this happens when the closure has been evaluated."""
+        self._depth += 1
+        if self._depth > 1 or not self._is_active():  # an optimizer inside another one
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._record_gradients(optimizer)
+            return None
+        evaluations = 0
+
+        def evaluated() -> Any:
+            nonlocal evaluations
+            result = closure()
+            evaluations += 1
+            if evaluations == 1:
+                self._record_gradients(optimizer)
+            else:
+                self._problem = self._problem or "the optimizer evaluates its closure several times in an update"
+            return result
+
+        if len(args) > 1:
+            return (args[0], evaluated, *args[2:]), kwargs
+        return args, {**kwargs, "closure": evaluated}
+
+    @_suspending_draws
+    def _record_gradients(self, optimizer: Any) -> None:
+        self._trained.number_of(optimizer)
+        step, current = len(self._steps), self._current
+        parameters = self._trained.parameters(optimizer)
+        grads = whole({name: p.grad for name, p in parameters.items() if p.grad is not None})
+        if not self._steps:
+            current["start"] |= {name: digest(value) for name, value in whole(parameters).items()}
+        if self._rank == 0:
+            start = whole(self._trained.tensors())
+            save_tensors(sketched(start), self._path(f"start-{step}"))
+        else:
+            whole(self._trained.tensors())
+        own = {**sketched(grads), **{n: v for n, v in self._before_clipping.items() if n in grads}}
+        save_tensors(own, self._path(f"grad-{step}-0-r{self._rank}"))
+        for number, added in enumerate(self._local):
+            save_tensors(added, self._path(f"local-{step}-{number}-r{self._rank}"))
+        current["before"] = {name: digest(value) for name, value in whole(parameters).items()}
+        current["not_finite"] = [name for name, grad in grads.items() if not grad.isfinite().all()]
+        current["gradient_digests"] = {name: digest(grad) for name, grad in grads.items()}
+        options = optimizer_options(optimizer)
+        self._rates.append([group["lr"] for group in options if "lr" in group])
+        if self._spec.is_subject:
+            if self._rank == 0:
+                save_tensors(grads, self._path(f"take-{step}-0-r0"))
+        else:
+            self._take(optimizer, step, parameters)
+            options = optimizer_options(optimizer)
+        current["options"] = options
+        current["lrs"] = [group["lr"] for group in options if "lr" in group]
+        current["lines"] = {**self._lines, "step": self._stack.caller()}
+        current["clip_norm"], current["loss_values"] = self._norm, self._losses
+
+    def _take(self, optimizer: Any, step: int, parameters: Mapping[str, Tensor]) -> None:
+        """Load the gradients and the options that the subject run updated with."""
+        recorded = self._subject[0]["steps"]
+        if step >= len(recorded):
+            return
+        theirs = load_gradients(self._reference, step, 0)
+        for name, p in parameters.items():
+            if name in theirs:
+                grad = theirs[name].to(device=p.device, dtype=p.dtype)
+                if p.grad is None and grad.shape == p.shape:
+                    p.grad = grad
+                elif p.grad is not None:
+                    local = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+                    if local.shape == grad.shape:
+                        with torch.no_grad():
+                            local.copy_(grad)
+            elif p.grad is not None:
+                p.grad = None
+        for group, options in zip(optimizer.param_groups, recorded[step]["options"], strict=False):
+            for key, value in options.items():
+                if isinstance(group.get(key), Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = tuple(value) if isinstance(value, list) else value
+
+    @_suspending_draws
+    def _after_update(self, optimizer: Any, *_: Any) -> None:
+        self._depth -= 1
+        if self._depth or not self._is_active():
+            return
+        step, current = len(self._steps), self._current
+        found = whole(self._trained.tensors())
+        current["after"] = {name: digest(value) for name, value in found.items()}
+        if self._rank == 0:
+            save_tensors(sketched(found), self._path(f"after-{step}-0"))
+        if self._spec.is_subject:
+            state = {**found, **whole(self._trained.optimizer_state(optimizer))}
+            if self._rank == 0:
+                save_tensors(state, self._path(f"state-{step + 1}"))
+        else:
+            path = os.path.join(self._reference, f"state-{step + 1}.safetensors")
+            if os.path.exists(path):
+                state = load_file(path)
+                self._trained.load_optimizer(optimizer, state)
+                self._load({name: value for name, value in state.items() if name in found})
+        current |= {"updates": 1, "yields": self._loaders.yields, "keys": self._loaders.take_keys()}
+        current["unmatched"], self.draws.unmatched = self.draws.unmatched, []
+        self._steps.append(current)
+        self._current = new_step_record(0, len(self._steps))
+        self._backwards, self._local = 0, []
+        self._lines, self._losses, self._norm, self._before_clipping = {}, [], None, {}
+        if len(self._steps) >= self._spec.steps:
+            self._loaders.recording = False
+            self.finish()
+            raise TrialEnded(0)
+
+    def _path(self, name: str) -> str:
+        return os.path.join(self._spec.directory, f"{name}.safetensors")
+
+    # --- the record
+
+    def finish(self) -> None:
+        """Write the record. Called once, at the last step or at the end of the process."""
+        if not self._is_active():
+            return
+        self._written = True
+        tensors = self._trained.tensors()
+        buffers = self._trained.buffers()
+        record = {
+            "kind": "plain",
+            "rank": self._rank,
+            "steps": self._steps,
+            "passes": self._loaders.passes,
+            "parameters": [name for name in tensors if name not in buffers],
+            "tied": [],
+            "dtypes": {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()},
+            "precision": self._precision,
+            "tf32": allows_tf32(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+            "normalised": self._trained.norms,
+            "rates": self._rates,
+            "problem": self._problem or self._loaders.problem,
+            # Whether the recorded examples are all that the losses depend on.
+            "complete": self._loaders.has_targets or self._model_has_loss,
+            "exhausted": self._replay is not None and self._replay.exhausted,
+            "strategy": None,
+            "shards": 1,
+            "full": False,
+            "unfinished": None,
+            "norms": [],
+        }
+        with open(os.path.join(self._spec.directory, f"rank-{self._rank}.json"), "w") as file:
+            json.dump(record, file)

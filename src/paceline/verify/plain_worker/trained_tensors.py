@@ -1,0 +1,146 @@
+"""The tensors that a script trains, with names that are the same in all runs, and the state that they are set to.
+
+A model is the outermost module of a forward with gradients. Models are numbered in the order of their first forward. A
+wrapper, such as DistributedDataParallel or torch.compile, does not count in a name. A parameter that an optimizer
+updates and no model has is named by its position: "optimizer 0, parameter 3".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from paceline.comm import dtensor
+from paceline.torch_private.core import BatchNormBase
+
+_WRAPPERS = re.compile(
+    r"^module\.|\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|_original_module)\."
+)
+
+
+class TrainedTensors:
+    """The models and optimizers of this process."""
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[Any] = []
+        self._known: Any = WeakIdKeyDictionary()  # parameter or buffer -> its name
+        self.norms = False  # whether a model has a batch norm that uses the examples of one rank
+
+    def add_model(self, model: nn.Module) -> dict[str, Tensor]:
+        """Add a model, if it has parameters that no earlier model has. Returns its new tensors by name."""
+        new: dict[str, Tensor] = {}
+        prefix = f"{len(self.models)}/" if self.models else ""
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor not in self._known:
+                new[prefix + plain_name(name)] = tensor
+        if any(isinstance(tensor, nn.Parameter) for tensor in new.values()):
+            self.models.append(model)
+            self._known.update({tensor: name for name, tensor in new.items()})
+            norms = (module for module in model.modules() if isinstance(module, BatchNormBase))
+            self.norms |= any(not isinstance(module, nn.SyncBatchNorm) for module in norms)
+            return new
+        return {}
+
+    def has_parameters_of(self, model: nn.Module) -> bool:
+        """Whether all parameters of a module are known."""
+        return all(p in self._known for p in model.parameters())
+
+    def number_of(self, optimizer: Any) -> int:
+        """The number of an optimizer, in the order of the first updates."""
+        found = next((i for i, one in enumerate(self.optimizers) if one is optimizer), None)
+        if found is not None:
+            return found
+        self.optimizers.append(optimizer)
+        for position, p in enumerate(_parameters(optimizer)):
+            self._known.setdefault(p, f"optimizer {len(self.optimizers) - 1}, parameter {position}")
+        return len(self.optimizers) - 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All parameters and buffers, by name."""
+        found = {name: tensor for tensor, name in self._known.items()}
+        for number, model in enumerate(self.models):  # a buffer may be replaced
+            prefix = f"{number}/" if number else ""
+            found |= {
+                prefix + plain_name(n): buffer for n, buffer in model.named_buffers() if buffer not in self._known
+            }
+        return found
+
+    def parameters(self, optimizer: Any) -> dict[str, Tensor]:
+        """The parameters of an optimizer, by name."""
+        return {self._known[p]: p for p in _parameters(optimizer)}
+
+    def buffers(self) -> set[str]:
+        """The names of buffers."""
+        return {name for name, tensor in self.tensors().items() if not isinstance(tensor, nn.Parameter)}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of an optimizer: "KEY PARAMETER" -> tensor or number."""
+        return {
+            f"{key} {name}": value
+            for name, p in self.parameters(optimizer).items()
+            for key, value in optimizer.state.get(p, {}).items()
+            if isinstance(value, (Tensor, int, float))
+        }
+
+    def load(self, state: Mapping[str, Tensor]) -> list[str]:
+        """Set tensors to the values in `state`. Returns the names of tensors with a different shape."""
+        wrong = []
+        for name, tensor in self.tensors().items():
+            if name in state:
+                wrong += [] if _copy(tensor, state[name]) else [name]
+        return wrong
+
+    def load_optimizer(self, optimizer: Any, state: Mapping[str, Tensor]) -> None:
+        """Set an optimizer's state to the values in `state`."""
+        for name, p in self.parameters(optimizer).items():
+            own = optimizer.state.get(p)
+            for key, value in list(own.items()) if own else ():
+                theirs = state.get(f"{key} {name}")
+                if theirs is None:
+                    continue
+                if isinstance(value, Tensor):
+                    _copy(value, theirs)
+                elif isinstance(value, (int, float)):
+                    own[key] = type(value)(theirs.item())
+
+
+def _parameters(optimizer: Any) -> Iterable[Any]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def plain_name(name: str) -> str:
+    """The name without the wrappers of the model."""
+    while (shorter := _WRAPPERS.sub("", name)) != name:
+        name = shorter
+    return name
+
+
+@torch.no_grad()
+def _copy(tensor: Tensor, value: Tensor) -> bool:
+    """Set the tensor to the value. Returns whether the shapes are equal."""
+    target = dtensor.local(tensor.data)  # `.data` has its own version: a graph may hold the tensor
+    if target.shape != value.shape:
+        return False
+    target.copy_(value)
+    return True
+
+
+def whole(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors, with shards of other processes. All processes call it together."""
+    return {
+        name: _whole(value) if isinstance(value, Tensor) else torch.tensor(value) for name, value in tensors.items()
+    }
+
+
+@torch.no_grad()
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    if dtensor.is_sharded(tensor):
+        tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return tensor

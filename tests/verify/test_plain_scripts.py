@@ -1,0 +1,109 @@
+"""`paceline verify` on scripts that do not use Paceline: those of the doctor's corpus, as they are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "corpus" / "doctor"
+SAME, DIFFERENT, UNKNOWN = 0, 1, 2
+
+# A script -> the exit code, the cause, words of the answer.
+CASES: dict[str, tuple[int, str | None, str]] = {
+    "ok_ddp_complete": (SAME, None, "are those of one process that computes the same examples"),
+    "token_mean_of_means": (DIFFERENT, "mean-of-means", "each a mean over its own examples or tokens"),
+    "ok_nanogpt": (SAME, None, "are those of one process"),  # no DataLoader: the inputs of the model
+    "ok_fsdp2": (SAME, None, "are those of one process"),
+    "ok_gan_two_ddp": (SAME, None, "are those of one process"),
+    "ok_join_uneven": (SAME, None, "are those of one process"),
+    "ok_local_sgd": (UNKNOWN, None, "local SGD"),
+    "ok_task_heads_unused": (UNKNOWN, None, "from different loaders at the same time"),
+    "module_bypass": (DIFFERENT, "not-reduced", "The forward pass bypasses DDP"),
+    "allreduce_sum_not_divided": (DIFFERENT, "factor", "2 times (2 is the number of processes)"),
+    "no_sync_always": (DIFFERENT, "backward-lost", "Exit no_sync before the last micro-batch"),
+    "nanogpt_no_seed_offset": (DIFFERENT, "same-examples", "all ranks compute the same examples"),
+    "init_after_wrap": (DIFFERENT, "ranks-start-apart", "start from different weights"),
+}
+IN_CI = ("ok_ddp_complete", "token_mean_of_means", "ok_nanogpt", "module_bypass")
+LIBRARIES = {"ok_accelerate": "accelerate", "ok_fabric": "lightning", "ok_lightning_trainer": "lightning"}
+
+
+def verify(script: Path, folder: Path, *options: str) -> tuple[subprocess.CompletedProcess[str], Any]:
+    found = folder / "found.json"
+    line = [sys.executable, "-m", "paceline", "verify", "--nproc", "2", "--steps", "4", "--json", str(found), *options]
+    done = subprocess.run([*line, str(script)], cwd=folder, capture_output=True, text=True, timeout=300)
+    return done, json.loads(found.read_text())
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.conformance if name in IN_CI else pytest.mark.full) for name in CASES]
+)
+def test_scripts_of_the_corpus(name: str, tmp_path: Path) -> None:
+    code, cause, words = CASES[name]
+    done, found = verify(SCRIPTS / f"{name}.py", tmp_path)
+    assert (done.returncode, found["cause"]) == (code, cause), done.stdout + done.stderr
+    assert words in done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_scripts_of_other_libraries(name: str, tmp_path: Path) -> None:
+    pytest.importorskip(LIBRARIES[name])
+    done, _ = verify(SCRIPTS / f"{name}.py", tmp_path)
+    assert done.returncode == SAME, done.stdout + done.stderr
+
+
+SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+kind = sys.argv[1]
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+g = torch.Generator().manual_seed(0)
+x = torch.randn(96, 6, generator=g)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+torch.manual_seed(0)
+middle = nn.BatchNorm1d(12) if kind == "norm" else nn.Tanh()
+net = nn.Sequential(nn.Linear(6, 12), middle, nn.Dropout(0.3), nn.Linear(12, 1))
+model = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * world if kind == "rate" else 0.1, momentum=0.9)
+sampler = DistributedSampler(data)
+loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=2 if kind == "workers" else 0)
+accumulate = 4 // world if kind == "accumulation" else 1
+for epoch in range(2):
+    sampler.set_epoch(epoch)
+    for i, (a, b) in enumerate(loader):
+        noise = torch.randn_like(a) * 0.1 + torch.rand(1)
+        loss = nn.functional.mse_loss(model(a + noise), b) / accumulate
+        loss.backward()
+        if (i + 1) % accumulate == 0:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("accumulation", ""),
+        pytest.param("rate", "one process would use 0.1", marks=pytest.mark.full),
+        pytest.param("norm", "batch norm uses the examples of each rank separately", marks=pytest.mark.full),
+        pytest.param("workers", "", marks=pytest.mark.full),
+    ],
+)
+def test_what_a_script_may_do(kind: str, words: str, tmp_path: Path) -> None:
+    """Dropout and noise, accumulation and a learning rate that depend on the number of processes, batch norm."""
+    (tmp_path / "train.py").write_text(SCRIPT.replace("sys.argv[1]", repr(kind)))
+    done, found = verify(tmp_path / "train.py", tmp_path)
+    assert (done.returncode, found["steps"]) == (SAME, 4), done.stdout + done.stderr
+    assert words in done.stdout
