@@ -66,7 +66,7 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "trials": {"trials.spec", "strategies", "launcher", "world", "config", "errors"},
     "compare": {"__init__", "trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
     "verify": {"doctor", "observe", "trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
-    "doctor": {"observe", "torch_private", "launcher", "world", "config", "errors"},
+    "doctor": {"observe", "comm", "torch_private", "launcher", "world", "config", "errors"},
     "export": {"torch_private", "state", "world", "errors"},
     "cli": {
         *("__init__", "submit", "export", "doctor", "verify", "compare", "trials", "strategies", "launcher", "world"),

@@ -450,18 +450,37 @@ def compare(context: click.Context, script: str, args: tuple[str, ...], module: 
 @click.option("--json", "json_file", metavar="FILE", help="Write the findings to FILE.")
 @click.option("--tee", default="", metavar="RANKS", help="Show the output of these ranks too: 1,3, 1-3 or all.")
 @click.option("-m", "--module", is_flag=True, help="Run SCRIPT as a module, like python -m.")
+@click.option("--resume", is_flag=True, help="Kill SCRIPT after a checkpoint, resume it, and compare.")
+@click.option("--checkpoints", metavar="DIR", help="SCRIPT writes its checkpoints into DIR, which is empty.")
+@click.option("--resume-args", metavar="ARGS", help="Resume with these arguments; {latest}: the newest entry of DIR.")
+@click.option("--resume-nproc", metavar="N", help="Resume on N processes.")
+@click.option("--seed", type=int, metavar="N", help="Choose the step of the kill by N. Default: by chance.")
 @click.argument("script", type=click.Path())
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def doctor(context: click.Context, script: str, args: tuple[str, ...], **options: Any) -> None:
     """Run a PyTorch SCRIPT written for torchrun, and report errors in its distributed training.
 
-    SCRIPT need not use Paceline. Exit code: 1 if a finding changes the model, 2 if SCRIPT could not be observed.
+    With --resume: kill SCRIPT after a checkpoint, resume it, and report what differs. SCRIPT need not use Paceline.
+    Exit code: 1 if a finding changes the model, 2 if SCRIPT could not be observed.
     Everything after SCRIPT is passed to SCRIPT.
     """
     from paceline.doctor import doctor_command
+    from paceline.doctor.resume import resume_command
 
+    of_resume = {name: options.pop(name) for name in ("checkpoints", "resume_args", "resume_nproc", "seed")}
+    given = [name for name, value in of_resume.items() if value is not None]
     try:
+        if options.pop("resume"):
+            if of_resume["checkpoints"] is None:
+                raise SettingError("--resume needs --checkpoints DIR: an empty folder that SCRIPT saves into.")
+            if options.pop("tee"):
+                raise SettingError("--tee does not work with --resume, which hides the output of all ranks.")
+            context.exit(
+                resume_command.doctor_resume(resume_command.ResumeOptions(script, args=args, **options, **of_resume))
+            )
+        if given:
+            raise SettingError(f"--{given[0].replace('_', '-')} needs --resume.")
         context.exit(doctor_command.doctor(doctor_command.DoctorOptions(script, args, **options)))
     except PacelineError as error:
         raise click.UsageError(printable(str(error))) from None

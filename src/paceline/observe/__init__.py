@@ -16,6 +16,8 @@ records.py      The file format of all logs: one JSON object per line. A reader 
 digests.py      A tensor as numbers: `digest` (are the bits equal?), `row_digests`, `padded_rows`, `sample` (how large
                 is the difference?), `projections` (one number per example).
 sketches.py     A large tensor as 256 numbers. They preserve norms, sums and multiples of tensors.
+trained_tensors.py
+                The parameters, buffers and optimizer state of a script, with names that are the same in all runs.
 source.py       The script's source as syntax trees: statements, functions, calls, assignments, by file and line.
 slicing.py      Trace a line back to the line that uses a rank or a clock.
 expressions.py  Trace an expression to its sources, through names, parameters and functions, for example to find out

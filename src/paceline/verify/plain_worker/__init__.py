@@ -2,7 +2,6 @@
 
 rank_program.py      the program of each rank: runs the script with the recorder
 plain_recorder.py    records the updates of a run, and makes each update start from the state of the subject run
-trained_tensors.py   the parameters, buffers and optimizer state of a script, with names that are the same in all runs
 examples.py          records the examples of each batch, and yields the examples of all ranks in one process
 step_draws.py        random numbers of a step that do not depend on the number of processes
 batch_norm.py        batch norm in one process, over the examples of each rank

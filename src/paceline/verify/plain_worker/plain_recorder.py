@@ -43,13 +43,13 @@ from paceline.observe.digests import digest, tensors_in
 from paceline.observe.patching import Patches
 from paceline.observe.script_stack import ScriptStack, module_files
 from paceline.observe.sketches import sketch, sketched
+from paceline.observe.trained_tensors import TrainedTensors, whole
 from paceline.step.backends import allows_tf32
 from paceline.torch_private.core import parameters_of
 from paceline.trials.spec import TrialEnded, TrialSpec
 from paceline.verify.plain_worker.batch_norm import norm_of_each_rank
 from paceline.verify.plain_worker.examples import Loaders, Replay
 from paceline.verify.plain_worker.step_draws import StepDraws
-from paceline.verify.plain_worker.trained_tensors import TrainedTensors, whole
 from paceline.verify.worker.perturbation import nudge_weights
 from paceline.verify.worker.record_files import load_gradients, new_step_record, optimizer_options, save_tensors
 
