@@ -112,13 +112,12 @@ def judge(tool: str, script: Path, steps: int) -> dict[str, Any]:
         seconds = round(time.monotonic() - began, 1)
         found = json.loads(answer.read_text()) if answer.exists() else {}
     if tool == "doctor":
-        grave = [one for one in found.get("findings", []) if one["changes_model"]]
-        causes = [one["cause"] for one in grave]
-        lines = [one["line"] for one in grave] + [
-            int(one["beside"].rpartition(":")[2]) for one in grave if one["beside"]
-        ]
+        answers = [one for one in found.get("findings", []) if one["changes_model"]]
     else:
-        causes, lines = [found.get("cause")], [found.get("line")]
+        answers = [found] if found else []
+    causes = [one["cause"] for one in answers]
+    lines = [one["line"] for one in answers]
+    lines += [int(one["beside"].rpartition(":")[2]) for one in answers if one["beside"]]
     return {"code": done.returncode, "causes": causes, "lines": lines, "seconds": seconds, "text": done.stdout[:600]}
 
 

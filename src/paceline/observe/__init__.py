@@ -18,6 +18,8 @@ digests.py      A tensor as numbers: `digest` (are the bits equal?), `row_digest
 sketches.py     A large tensor as 256 numbers. They preserve norms, sums and multiples of tensors.
 trained_tensors.py
                 The parameters, buffers and optimizer state of a script, with names that are the same in all runs.
+write_tracer.py The script's lines that change its weights and gradients, and its calls of collectives, in order.
+graph_lines.py  The script's lines that make the nodes of a loss's autograd graph.
 source.py       The script's source as syntax trees: statements, functions, calls, assignments, by file and line.
 slicing.py      Trace a line back to the line that uses a rank or a clock.
 expressions.py  Trace an expression to its sources, through names, parameters and functions, for example to find out

@@ -24,6 +24,7 @@ from paceline.verify.answer import DIFFERENT, SAME, UNKNOWN, Answer, Claim, answ
 from paceline.verify.comparison import without_kinks
 from paceline.verify.differences import differences, differences_computed
 from paceline.verify.hypotheses import Explanation, explain, is_multiple, total
+from paceline.verify.plain_location import locate
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SINGLE, Runs
 from paceline.verify.tolerances import Difference, Tolerances, norm
@@ -414,9 +415,14 @@ class _PlainComparison:
     def _located(self, answer: Answer) -> Answer:
         """Add the line of the fault."""
         fault = self._fault
-        lines = (self._ours.step_records(answer.step or 0) or [{}])[0].get("lines", {})
+        steps = self._ours.step_records(answer.step or 0)
+        record = self._ours.ranks[0]
+        found = locate(answer.cause, steps, record["made"], record["loss_nodes"])
+        beside = found and (found.at if fault is not None else found.beside)
+        answer.beside = f"{beside[0]}:{beside[1]}" if beside else None
         if fault is not None:
             answer.remedy, answer.file, answer.line = fault["remedy"], fault["file"], fault["line"]
+            answer.beside = fault["beside"] or answer.beside
             answer.cause = answer.cause if answer.cause not in (None, "unknown", "batch-level") else fault["cause"]
             where = f"{fault['file']}:{fault['line']}: " if fault["file"] else ""
             answer.claims.append(
@@ -425,9 +431,14 @@ class _PlainComparison:
                     f"Remedy: {fault['remedy']}"
                 )
             )
-        elif at := lines.get("backward") or lines.get("step"):
+            return answer
+        at = steps[0].get("lines", {}).get("backward") if steps else None
+        if found is not None:
+            answer.file, answer.line = found.at
+            answer.claims.append(claim_from(f"\n{found.sentence}", self._ours))
+        elif at:
             answer.file, answer.line = at
-            answer.claims.append(Claim(f"\nThe gradients come from the backward at {at[0]}:{at[1]}."))
+            answer.claims.append(claim_from(f"\nThe gradients come from the backward at {at[0]}:{at[1]}.", self._ours))
         return answer
 
 

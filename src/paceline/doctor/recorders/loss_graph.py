@@ -17,7 +17,7 @@ of experts: f_e is the fraction of the tokens that expert e gets.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ _SHAPES = (*TRANSPARENT, "UnsqueezeBackward0", "ExpandBackward0", "TransposeBack
 _ELEMENTWISE = ("PowBackward0", "SubBackward0", "AddBackward0", "AbsBackward0", "NegBackward0", *LOSSES)
 
 Term = dict[str, Any]
-Factor = tuple[bool, float]  # (is it a division?, the multiplier)
+Factor = tuple[bool, float, Any]  # (is it a division?, the multiplier, the node)
 Step = tuple[Any, str, list[Any]]  # (a node, its name, the nodes below it)
 
 
@@ -151,22 +151,24 @@ def loss_divisor(root: torch.Tensor) -> list[float] | None:
     The divisor is the number of targets that are not ignored, the total weight of their classes, or the divisor that
     the script applies to a sum. If several losses are added, the first one with a divisor counts.
     """
-    return _divisor(root.grad_fn, _DEPTH)
+    found = _divisor(root.grad_fn, _DEPTH)
+    return None if found is None else found[:2]
 
 
-def _divisor(node: Any, depth: int) -> list[float] | None:
+def _divisor(node: Any, depth: int) -> list[Any] | None:
+    """[divisor, factor, the node that divides]."""
     factor = 1.0
     for one, name, below in _down(node, depth):
         if name in LOSSES:
             total = saved(one, "total_weight")
-            return [float(total), factor] if total is not None and _reduction(one) == "mean" else None
+            return [float(total), factor, one] if total is not None and _reduction(one) == "mean" else None
         if name in ADDED:
             parts = (_divisor(child, depth - 1) for child in below)
             found = next((part for part in parts if part is not None), None)
-            return None if found is None else [found[0], factor * found[1]]
+            return None if found is None else [found[0], factor * found[1], found[2]]
         by = _factor(one)
         if by and name.startswith("Div") and _is_sum(next(iter(below), None)):
-            return [1 / by, factor]
+            return [1 / by, factor, one]
         if not by and name not in TRANSPARENT:
             return None
         factor *= by or 1.0
@@ -179,14 +181,15 @@ def mean_sizes(root: torch.Tensor) -> list[list[float]]:
     A mean over targets that may be ignored is left out: `loss_divisor` covers it. For a mean of means (over the
     elements of a row, then over rows), the outer mean counts.
     """
-    return list(_means(root.grad_fn, 1.0, _DEPTH))
+    return [found[:2] for found in _means(root.grad_fn, 1.0, _DEPTH)]
 
 
-def _means(node: Any, factor: float, depth: int) -> Iterator[list[float]]:
+def _means(node: Any, factor: float, depth: int) -> Iterator[list[Any]]:
+    """[size, factor, node] of each mean."""
     for left, (one, name, below) in enumerate(_down(node, depth)):
         if name in MEANS or name in LOSSES:
             size = _mean_size(one) if name in MEANS else _loss_size(one)
-            yield from [[size, factor]] if size else []
+            yield from [[size, factor, one]] if size else []
             return
         if name in ADDED:
             for child in below:
@@ -217,9 +220,27 @@ def _loss_size(node: Any) -> int:
 
 def loss_terms(root: torch.Tensor) -> list[Term]:
     """The terms of a loss; [] if there is only one term, without a count or weights."""
+    return [{key: value for key, value in term.items() if key != "node"} for term in _terms(root)]
+
+
+def _terms(root: torch.Tensor) -> list[Term]:
+    """The terms, each with its "node": it divides by the count, if there is one."""
     found: list[Term] = []
     _walk(root.grad_fn, [], None, found, _MAX_DEPTH)
     return found if len(found) > 1 or any(t["count"] or t["weights"] for t in found) else []
+
+
+def loss_lines(root: torch.Tensor, line_of: Callable[[Any], list[Any]]) -> dict[str, Any]:
+    """The script's lines of what divides a loss ("count"), and of each of its "means" and "terms".
+
+    line_of: the line that made a node, or [].
+    """
+    found = _divisor(root.grad_fn, _DEPTH)
+    return {
+        "count": line_of(found[2]) if found is not None else [],
+        "means": [line_of(node) for _, _, node in _means(root.grad_fn, 1.0, _DEPTH)],
+        "terms": [line_of(term["node"]) for term in _terms(root)],
+    }
 
 
 def _walk(node: Any, factors: list[Factor], outer: list[Factor] | None, found: list[Term], depth: int) -> None:
@@ -234,7 +255,7 @@ def _walk(node: Any, factors: list[Factor], outer: list[Factor] | None, found: l
         if name in ADDED and len(below) > 1:
             outer, factors, parts = (factors, [], below) if outer is None else (outer, factors, below)
         elif parts and name in MEANS:
-            factors = [*factors, (True, 1 / len(parts))]
+            factors = [*factors, (True, 1 / len(parts), one)]
         if parts:
             for part in parts:
                 _walk(part, list(factors), outer, found, depth - 1)
@@ -246,12 +267,12 @@ def _walk(node: Any, factors: list[Factor], outer: list[Factor] | None, found: l
             found.append(_sum(one, factors, outer))
             return
         if by is not None:
-            factors.append((name.startswith("Div"), by))
+            factors.append((name.startswith("Div"), by, one))
         elif name not in TRANSPARENT and not name.startswith(DDP_NODE):
-            found.append(_term("other", factors, outer))
+            found.append(_term(one, "other", factors, outer))
             return
     if node is not None and last is not None:  # the graph is deeper than the limit
-        found.append(_term("other", factors, outer))
+        found.append(_term(node, "other", factors, outer))
 
 
 def _stacked(below: list[Any]) -> list[Any]:
@@ -268,43 +289,54 @@ def _loss(node: Any, factors: list[Factor], outer: list[Factor] | None) -> Term:
     """The term for a loss function."""
     reduction = _reduction(node)
     if reduction == "sum":
-        return _term("sum", factors, outer, _nearest_divisor(factors), _targets(node))
+        divisor, divides = _nearest_divisor(factors)
+        return _term(divides or node, "sum", factors, outer, divisor, _targets(node))
     total, given = saved(node, "total_weight"), saved(node, "self")
     count = None if total is None or reduction != "mean" else float(total)
     if count is None and given is not None and _picks(node):
         count = float(given.numel())
-    return _term("mean" if reduction == "mean" else "other", factors, outer, count, count)
+    return _term(node, "mean" if reduction == "mean" else "other", factors, outer, count, count)
 
 
 def _sum(node: Any, factors: list[Factor], outer: list[Factor] | None) -> Term:
     """The term for a sum or mean of all elements, or for a dot product."""
     weights = _weights(node if node.name() == "DotBackward0" else next(iter(_below(node)), None))
     if weights is not None:
-        return _term("weighed", factors, outer, weights=weights)
+        return _term(node, "weighed", factors, outer, weights=weights)
     if node.name() in MEANS:
         count = (float(saved(node, "self_sym_numel", 0)) or None) if _picks(node) else None
-        return _term("mean", factors, outer, count, count)
-    return _term("other" if node.name() == "DotBackward0" else "sum", factors, outer, _nearest_divisor(factors))
+        return _term(node, "mean", factors, outer, count, count)
+    divisor, divides = _nearest_divisor(factors)
+    return _term(divides or node, "other" if node.name() == "DotBackward0" else "sum", factors, outer, divisor)
 
 
-def _nearest_divisor(factors: list[Factor]) -> float | None:
-    """Remove the division nearest to the sum from the factors, and return its divisor; None if there is none."""
-    place = max((n for n, (divides, by) in enumerate(factors) if divides and by), default=None)
-    return None if place is None else 1 / factors.pop(place)[1]
+def _nearest_divisor(factors: list[Factor]) -> tuple[float | None, Any]:
+    """Remove the division nearest to the sum from the factors. Returns (its divisor, its node), or (None, None)."""
+    place = max((n for n, (divides, by, _) in enumerate(factors) if divides and by), default=None)
+    if place is None:
+        return None, None
+    _, by, node = factors.pop(place)
+    return 1 / by, node
 
 
 def _term(
-    kind: str, factors: list[Factor], outer: list[Factor] | None, count: float | None = None, own: float | None = None,
+    node: Any,
+    kind: str,
+    factors: list[Factor],
+    outer: list[Factor] | None,
+    count: float | None = None,
+    own: float | None = None,
     weights: list[Any] | None = None,
-) -> Term:  # fmt: skip
-    inner, common = ([by for _, by in part] for part in (factors, outer or []))
+) -> Term:
+    inner, common = ([by for _, by, _ in part] for part in (factors, outer or []))
     return {
+        "node": node,
         "kind": kind,
         "count": count,
         "own": own,
         "factor": math.prod((*inner, *common)),
         "inner": inner,
-        "divided": [1 / by for divides, by in factors if divides and by],
+        "divided": [1 / by for divides, by, _ in factors if divides and by],
         "outer": common,
         "weights": weights,
     }

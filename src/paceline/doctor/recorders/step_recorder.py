@@ -15,10 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.recorders.host_sync_recorder import machine_state
-from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind, loss_terms, mean_sizes
+from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind, loss_lines, loss_terms, mean_sizes
 from paceline.doctor.recorders.replica_recorder import ReplicaRecorder, parameters
 from paceline.doctor.recorders.shared_state import NUMBER, number_of, set_number
 from paceline.observe.event_log import EventLog
+from paceline.observe.graph_lines import GraphLines
 from paceline.torch_private.observed import measured_by_ddp, parts_of_schedule, scale_of, unscaled
 
 _LENGTH = re.compile(
@@ -45,6 +46,8 @@ class _StepRecorder:
         self._steps: dict[int, int] = {}  # optimizer -> number of steps made
         self.replicas = ReplicaRecorder(log)
         self._backward_count = 0
+        self._graph_lines = GraphLines(log.stack)
+        self._loss_lines: dict[tuple[Any, ...], dict[str, Any]] = {}  # the line of a backward -> loss_lines
         self._owner: Any = WeakIdKeyDictionary()  # parameter -> id(optimizer)
         self._scalers: list[Any] = []
         self._magnitude: float | None = None  # magnitude of the gradients after the last backward
@@ -81,6 +84,7 @@ class _StepRecorder:
         finally:
             shared.collectives.invalidate()
             shared.backward_since_step = True
+            self._graph_lines.after_backward()
         self._backward_count += 1
         shared.variables.pass_ended = False
         with log.overhead():
@@ -93,10 +97,14 @@ class _StepRecorder:
     def _describe_loss(self, root: torch.Tensor | None) -> dict[str, Any]:
         """The fields of a "backward" event about its loss. root=None: backward does not start from one plain loss."""
         if root is None or root.numel() != 1:
-            return {"mean": "other", "form": "other", "count": None, "terms": [], "means": []}
+            return {"mean": "other", "form": "other", "count": None, "terms": [], "means": [], "lines": {}}
         kind, few = loss_kind(root), self._backward_count < _MAX_COUNTED
         count, terms, means = (loss_divisor(root), loss_terms(root), mean_sizes(root)) if few else (None, [], [])
-        return {"mean": kind, "form": kind, "count": count, "terms": terms, "means": means}
+        place = tuple(self.log.stack.caller())
+        if self._graph_lines.on:
+            self._loss_lines[place] = loss_lines(root, self._graph_lines.line_of)
+        lines = self._loss_lines.get(place, {})
+        return {"mean": kind, "form": kind, "count": count, "terms": terms, "means": means, "lines": lines}
 
     def _note_gradients(self) -> None:
         """After a backward, record the state of the gradients, to detect changes before the step."""

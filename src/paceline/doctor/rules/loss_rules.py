@@ -12,6 +12,7 @@ from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.model_rules import MIN_STEPS, MOSTLY, UNEQUAL, averaged_passes, differ, unequal_divisors
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
+from paceline.doctor.rules.script_lines import Line
 from paceline.observe.expressions import divisions, world_pattern
 from paceline.observe.source import (
     Scope,
@@ -32,11 +33,10 @@ _MAX_DEPTH = 6  # follow this many assignments
 _ROUTING = ("output_router_logits", "router_aux_loss_coef")  # settings that make transformers add the loss itself
 
 Pass = tuple[Event, ...]  # the "backward" events of all ranks for one backward pass
-Line = list[Any] | None
 
 
 def findings(run: RecordedRun) -> list[Finding]:
-    """loss_mean_of_means (of a term after the first), term_times_processes, own_fractions: the first of each."""
+    """loss_mean_of_means, term_times_processes, own_fractions: the first of each."""
     passes = [now for now in averaged_passes(run) if len({_form(e) for e in now}) == 1 and now[0].get("terms")]
     lines = {tuple(now[0]["at"]) for now in passes} if len(run.peers) > 1 else ()
     by_line = [[now for now in passes if tuple(now[0]["at"]) == line] for line in sorted(lines)]
@@ -50,15 +50,16 @@ def _form(backward: Event) -> tuple[str, ...]:
 
 
 def _unequal(passes: list[Pass]) -> Iterator[Finding]:
-    """loss_mean_of_means: a term after the first is divided by a count that differs between ranks."""
-    for place in range(1, max(len(now[0]["terms"]) for now in passes)):
+    """loss_mean_of_means: a term is divided by a count that differs between ranks."""
+    for place in range(max(len(now[0]["terms"]) for now in passes)):
         terms = [(now, [e["terms"][place] for e in now]) for now in passes if place < len(now[0]["terms"])]
         divided = [(now, [[t["count"] or 0, t["factor"]] for t in found]) for now, found in terms]
         if unequal := unequal_divisors(divided):
             counted = sum(all(count > 0 for count, _ in found) for _, found in divided)
             shown = " and ".join(f"{count:g}" for count, _ in unequal[0][1][:2])
+            what = f"term {place + 1} of the loss" if len(unequal[0][0][0]["terms"]) > 1 else "its loss"
             evidence = (
-                f"in {len(unequal)} of {counted} backward passes the ranks divided term {place + 1} of the loss by "
+                f"in {len(unequal)} of {counted} backward passes the ranks divided {what} by "
                 f"different local counts (at first {shown}), and the gradients were averaged as if the counts were "
                 "equal"
             )
@@ -136,6 +137,9 @@ def _own_fractions(passes: list[Pass]) -> Iterator[Finding]:
 
 def term_line(backward: dict[str, Any], place: int) -> Line:
     """The line of one term of a loss. backward: the event; place: the term's position in the sum."""
+    recorded = (backward.get("lines") or {}).get("terms") or []
+    if place < len(recorded) and recorded[place]:
+        return list(recorded[place])
     at = backward["at"]
     at = (script_lines.loss_return(at) if backward.get("library") else at) or at
     if not at or tree_of(at[0]) is None:

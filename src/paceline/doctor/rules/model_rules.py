@@ -8,6 +8,7 @@ from typing import TypeVar
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of_each, listed
+from paceline.doctor.rules.script_lines import Line
 
 T = TypeVar("T")
 Divisors = Sequence[Sequence[float]]  # per rank: [count, factor]
@@ -97,7 +98,18 @@ def _mean_losses(run: RecordedRun) -> Iterator[Finding]:
             f"in {len(unequal)} of {counted} backward passes the ranks divided {what} by different local counts (at "
             f"first {shown}), and the gradients were averaged as if the counts were equal"
         )
-        yield finding_at("loss_mean_of_means", first["at"], evidence, script_lines.loss_line(first))
+        made = _line(first, term)
+        beside = first["at"] if made else script_lines.loss_line(first)
+        yield finding_at("loss_mean_of_means", made or first["at"], evidence, beside)
+
+
+def _line(backward: Event, term: int | None) -> Line:
+    """The line that divides the loss (term=None), or its term number `term` in "means"; None if unknown."""
+    lines = backward.get("lines") or {}
+    if term is None:
+        return lines.get("count") or None
+    means = lines.get("means") or []
+    return means[term] or None if term < len(means) else None
 
 
 def _examples(run: RecordedRun, rank: int) -> list[int]:

@@ -29,21 +29,28 @@ import functools
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable, Mapping
+from itertools import islice
+from types import FrameType
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optim
+from torch.utils.data import DataLoader
 
 from paceline.comm.dtensor import is_sharded
 from paceline.observe.digests import digest, tensors_in
+from paceline.observe.graph_lines import GraphLines
 from paceline.observe.patching import Patches
 from paceline.observe.script_stack import ScriptStack, module_files
 from paceline.observe.sketches import sketch, sketched
 from paceline.observe.trained_tensors import TrainedTensors, whole
+from paceline.observe.write_tracer import WriteTracer
 from paceline.step.backends import allows_tf32
 from paceline.torch_private.core import parameters_of
 from paceline.trials.spec import TrialEnded, TrialSpec
@@ -55,6 +62,7 @@ from paceline.verify.worker.record_files import load_gradients, new_step_record,
 
 PORTED = "paceline.verify.worker.recorder"  # imported by `paceline.start` in a trial
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
+_LOSS_NODES = 16
 
 
 def _suspending_draws(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,6 +98,8 @@ class PlainRecorder:
         self._steps: list[dict[str, Any]] = []
         self._current = new_step_record(0, 0)
         self._lines: dict[str, list[Any]] = {}  # the script's lines of the current step, by kind of call
+        self._made: dict[str, list[Any]] = {}  # the script's lines that make its loaders and wrappers
+        self._loss_nodes: list[list[Any]] = []  # [name, file, line] of nodes of the first loss, from the loss down
         self._losses: list[float] = []
         self._backwards = 0  # in this update
         self._local: list[dict[str, Tensor]] = []  # what each backward of this update has added, on this rank alone
@@ -106,6 +116,9 @@ class PlainRecorder:
         self._replay = None if spec.is_subject else self._make_replay()
         self.draws = StepDraws()
         self._patches = Patches(self._is_active)
+        self._wrapped: Any = weakref.WeakSet()  # modules in a DistributedDataParallel
+        self._tracer = WriteTracer(stack, self._trained_parameters, self._patches, self._is_active)
+        self._graph_lines = GraphLines(stack) if spec.is_subject else None
         folder = spec.directory if spec.is_subject else self._reference
         self._loaders = Loaders(folder, self._rank, self.draws, self._patches, self._replay, self._is_active)
         self._install()
@@ -133,8 +146,36 @@ class PlainRecorder:
             for name in _CLIPPING:
                 self._patches.wrap(owner, name, self._wrap_clipping)
         self._patches.before(torch.autograd, "backward", self._before_backward)
+        if self._spec.is_subject:
+            self._patches.before(DistributedDataParallel, "__init__", self._note_wrapper)
+            self._patches.before(DistributedDataParallel, "no_sync", lambda _: self._note_line("no_sync"))
+            self._patches.before(DataLoader, "__init__", self._note_loader)
         if not self._spec.is_subject and self._spec.only_shard is None and not self._spec.separate_batches:
             norm_of_each_rank(self._patches, lambda: self.draws.sizes)
+
+    # --- lines of the script
+
+    def _trained_parameters(self) -> list[Tensor]:
+        return [tensor for tensor in self._trained.tensors().values() if tensor.requires_grad]
+
+    def _note_line(self, what: str) -> None:
+        if at := self._stack.caller():
+            self._lines[what] = at
+
+    def _is_in_wrapped(self, frame: FrameType) -> bool:
+        """Whether a frame runs a method of a module in a DistributedDataParallel."""
+        return frame.f_locals.get("self") in self._wrapped
+
+    def _note_wrapper(self, _: Any, module: nn.Module, *__: Any, **___: Any) -> None:
+        self._wrapped.update(module.modules())
+        self._made["wrapper"] = self._stack.caller()
+
+    def _note_loader(self, _: Any, dataset: Any, *__: Any, **___: Any) -> None:
+        if at := self._stack.caller():
+            self._made.setdefault("loader", at)
+        code = getattr(getattr(type(dataset), "__iter__", None), "__code__", None)
+        if code is not None and self._stack.owns(code.co_filename):
+            self._made.setdefault("stream", [code.co_filename, code.co_firstlineno])
 
     # --- forwards and backwards
 
@@ -147,8 +188,12 @@ class PlainRecorder:
             return None
         self._in_forward = module
         self._lines.setdefault("forward", self._stack.caller())
+        if module in self._wrapped:
+            self._lines.setdefault("past_wrapper", self._stack.caller(self._is_in_wrapped))
         if not self._trained.has_parameters_of(module):
             self._add_model(module)
+            if self._spec.is_subject:
+                self._tracer.start()
         with self.draws.suspended():
             return self._loaders.inputs(args)
 
@@ -214,6 +259,11 @@ class PlainRecorder:
         self._lines["backward"] = self._stack.caller()
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._losses += [float(loss.detach()) for loss in losses if loss.numel() == 1]
+        if self._graph_lines is not None and self._graph_lines.on:
+            nodes = self._graph_lines.nodes(losses[0].grad_fn)
+            made = [[node.name(), *self._graph_lines.line_of(node)] for node in islice(nodes, _LOSS_NODES)]
+            self._loss_nodes = self._loss_nodes or made
+            self._graph_lines.after_backward()
 
     # --- updates
 
@@ -289,6 +339,7 @@ class PlainRecorder:
         current["options"] = options
         current["lrs"] = [group["lr"] for group in options if "lr" in group]
         current["lines"] = {**self._lines, "step": self._stack.caller()}
+        current["writes"] = self._tracer.take()
         current["clip_norm"], current["loss_values"] = self._norm, self._losses
 
     def _take(self, optimizer: Any, step: int, parameters: Mapping[str, Tensor]) -> None:
@@ -357,6 +408,7 @@ class PlainRecorder:
         if not self._is_active():
             return
         self._written = True
+        self._tracer.stop()
         tensors = self._trained.tensors()
         buffers = self._trained.buffers()
         record = {
@@ -375,6 +427,8 @@ class PlainRecorder:
             # Whether the recorded examples are all that the losses depend on.
             "complete": self._loaders.has_targets or self._model_has_loss,
             "exhausted": self._replay is not None and self._replay.exhausted,
+            "made": self._made,
+            "loss_nodes": self._loss_nodes,
             "strategy": None,
             "shards": 1,
             "full": False,
