@@ -41,6 +41,7 @@ class WriteTracer:
         stack: finds the script's frames.
         parameters: returns the parameters to watch.
         active: returns whether to trace now.
+        on_return: called with the frame and the value when a function of the script returns or yields.
     """
 
     def __init__(
@@ -49,8 +50,10 @@ class WriteTracer:
         parameters: Callable[[], Iterable[Tensor]],
         patches: Patches,
         active: Callable[[], bool],
+        on_return: Callable[[FrameType, Any], None],
     ) -> None:
         self._stack, self._parameters, self._active = stack, parameters, active
+        self._on_return = on_return
         self.entries: list[list[Any]] = []  # [GRADIENT, WEIGHT or COLLECTIVE, the name of the call or "", Stack]
         self._known: list[Any] = []
         self._line: Stack = []  # the line that runs now
@@ -101,10 +104,12 @@ class WriteTracer:
     def _trace_call(self, frame: FrameType, event: str, _: Any) -> Any:
         return self._trace_line if self._stack.owns(frame.f_code.co_filename) else None
 
-    def _trace_line(self, frame: FrameType, event: str, _: Any) -> Any:
+    def _trace_line(self, frame: FrameType, event: str, value: Any) -> Any:
         if not self.on:
             return None
         if self._active():
+            if event == "return":
+                self._on_return(frame, value)
             self._compare()
             self._line = self._script_stack(frame)
         return self._trace_line

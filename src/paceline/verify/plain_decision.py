@@ -133,6 +133,9 @@ class _PlainComparison:
             return None
         if len({tuple(keys[0]) for keys in filled}) == 1:  # one batch again and again: a test of the script
             return None
+        inputs = [[step.get("inputs") for step in record["steps"]] for record in self._ours.ranks]
+        if any(other != inputs[0] for other in inputs) or self._different_at_start:
+            return None  # the ranks divide a batch, or a model, that they all have
         text = (
             f"different. In each of the {len(filled)} steps, all ranks compute the same examples, so "
             f"{self._processes} processes make the updates of one.\n"
@@ -140,6 +143,13 @@ class _PlainComparison:
             "Remedy: give the DataLoader a DistributedSampler; let an IterableDataset yield each rank its own share."
         )
         return Answer(DIFFERENT, [claim_from(text, self._ours)], 0, "examples", None, "same-examples")
+
+    @cached_property
+    def _share_batches(self) -> bool:
+        """Whether the script's batch function returns the same values on all ranks, as under tensor parallelism."""
+        keys = [[step["keys"] for step in record["steps"]] for record in self._ours.ranks]
+        by_function = self._ours.ranks[0].get("batch_function") is not None
+        return by_function and all(other == keys[0] for other in keys)
 
     def _ranks_differ_later(self) -> Answer | None:
         """An answer if the ranks hold different weights after an update."""
@@ -257,15 +267,13 @@ class _PlainComparison:
             return None
         for step in range(min(self._ours.steps, whole.steps)):
             mine, theirs = (
-                sorted(
-                    (loader, key)
+                [
+                    sorted((loader, key) for loader, keys in record["keys"] for key in keys)
                     for record in run.step_records(step)
-                    for loader, keys in record["keys"]
-                    for key in keys
-                )
+                ]
                 for run in (self._ours, whole)
             )
-            if mine != theirs:
+            if sorted(key for keys in mine for key in keys) != theirs[0] and any(keys != theirs[0] for keys in mine):
                 return step
         return None
 
@@ -359,6 +367,13 @@ class _PlainComparison:
             )
         if cause is not None and cause.key == "not-reduced" and self._averages_weights():
             return self._local_sgd()
+        if cause is not None and not cause.accused and self._share_batches:
+            text = (
+                "\nThe ranks divide a batch, or a model, that they all have, and their gradients are combined. One "
+                "process has further terms: a gradient that should flow between the ranks is lost or scaled."
+            )
+            claims = [claim_from(f"different. {describe(first)}", ours, whole), claim_from(text, ours, whole)]
+            return self._located(answer_with(DIFFERENT, claims, found, "backward-lost"))
         if cause is not None and not cause.accused and self._fault is None:
             text = (
                 f"the same up to the loss of a batch. The gradients of your run are {cause.sentence} (in-batch "

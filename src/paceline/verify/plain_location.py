@@ -51,6 +51,8 @@ def locate(cause: str | None, steps: list[dict[str, Any]], made: dict[str, Any],
             return _at(lines["past_wrapper"], made.get("wrapper"), "The forward that bypasses the wrapper is at")
         if lines.get("no_sync"):
             return _at(lines["no_sync"], lines.get("backward"), "The backward runs under no_sync, at")
+    if cause == "backward-lost" and (calls := _calls_in_forward(mine, lines)):
+        return _at(calls[0][2][0][:2], calls[0][2][1][:2], "The ranks exchange tensors in the forward at")
     found = _gradient_write(mine, lines)
     if found is not None:
         return found
@@ -103,6 +105,17 @@ def _gradient_write(step: dict[str, Any], lines: dict[str, Any]) -> Location | N
     if not own_writes:
         return None
     return _at(_place(after[own_writes[-1]]), None, "The gradients are changed after the backward, at")
+
+
+def _calls_in_forward(step: dict[str, Any], lines: dict[str, Any]) -> list[Entry]:
+    """The collectives before the first backward, called by a function of the script."""
+    found: list[Entry] = []
+    for entry in step.get("writes", []):
+        if _passes(entry, tuple(lines.get("backward", ()))):
+            break
+        if entry[0] == COLLECTIVE and len(entry[2]) > 1:
+            found.append(entry)
+    return found
 
 
 def _passes(entry: Entry, line: tuple[Any, ...]) -> bool:

@@ -18,6 +18,7 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,7 +36,8 @@ from paceline.verify.plain_worker.step_draws import RowDraws, StepDraws, generat
 
 _COLLATE = 0xC011A7E  # the seed of the generators in a collate function
 MOST_BYTES = 1 << 30  # recorded examples of a rank
-INPUTS, TARGETS = -1, -2  # instead of a loader's number: the inputs of forwards, the targets of loss functions
+# instead of a loader's number: the inputs of forwards, the targets of loss functions, the script's batch function
+INPUTS, TARGETS, FUNCTION = -1, -2, -3
 _LOSSES = [
     *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss", "poisson_nll_loss"),
@@ -125,6 +127,7 @@ class Loaders:
         self._without_loaders: dict[int, Iterator[list[Recorded]]] = {}  # INPUTS and TARGETS to replay
         if replay is not None and replay.has_inputs:
             self._without_loaders = {number: replay.batches(number, 0) for number in (INPUTS, TARGETS)}
+        self._of_function = replay.batches(FUNCTION, 0) if replay is not None else iter(())
         patches.wrap(DataLoader, "__iter__", self._wrap_iter)
         for name in _LOSSES:
             patches.wrap(torch.nn.functional, name, self._wrap_loss)
@@ -200,7 +203,7 @@ class Loaders:
         return args
 
     def _may_record_inputs(self) -> bool:
-        """Whether no loader has been iterated over."""
+        """Whether no loader has been iterated over, and no batch function is known."""
         return all(place[0] in (INPUTS, TARGETS) for place in self.passes)
 
     @property
@@ -221,6 +224,41 @@ class Loaders:
             return original(inputs, target, *args, **options)
 
         return loss
+
+    @property
+    def none_used(self) -> bool:
+        """Whether no batch has been recorded."""
+        return not self.passes
+
+    def record_function(self, parts: list[Any]) -> None:
+        """Record a batch of the script's batch function. parts: its tensors and numbers."""
+        if not self.recording:
+            return
+        if not self.passes:
+            self.passes.append([FUNCTION, 0, 0, False])
+        keys = _row_keys(parts)
+        self.before_fetch()
+        self._store(self.passes[0], dump(Recorded(parts, keys, False)))
+        self._got(FUNCTION, keys, [len(keys)])
+
+    def function_batch(self) -> list[Any]:
+        """The tensors and numbers of the batch function, for the next batch of all ranks."""
+        assert self._replay is not None
+        parts = next(self._of_function)
+        self.before_fetch()
+        if self._replay.replicated:
+            parts = parts[:1]
+        keys = [key for part in parts for key in part.keys]
+        self._got(FUNCTION, keys, [len(part.keys) for part in parts])
+        found = []
+        for values in zip(*(part.examples for part in parts), strict=True):
+            if isinstance(values[0], Tensor) and values[0].dim():
+                found.append(joined(values))
+            else:
+                if any(bool(value != values[0]) for value in values[1:]):
+                    self.problem = self.problem or "the script's batch function returns numbers that differ by rank"
+                found.append(values[0])
+        return found
 
     def before_fetch(self) -> None:
         self._draws.begin_loading()
@@ -296,6 +334,24 @@ class Replay:
         self.has_inputs = any(place[0] == INPUTS for places in passes for place in places)
         self.exhausted = False  # whether the script asked for more than was recorded
 
+    @cached_property
+    def replicated(self) -> bool:
+        """Whether the script's batch function returns equal values on all ranks."""
+        counts = [place[2] for places in self._passes for place in places if place[0] == FUNCTION]
+        ranks = range(len(self._passes))
+        return len(set(counts)) == 1 and all(
+            len({tuple(found.keys) for rank in ranks if (found := self._read(FUNCTION, 0, batch, rank))}) == 1
+            for batch in range(counts[0])
+        )
+
+    def _read(self, number: int, one_pass: int, batch: int, rank: int) -> Recorded | None:
+        path = examples_path(self._folder, number, one_pass, batch, rank)
+        if not os.path.exists(path):
+            return None
+        with open(path, "rb") as file:
+            found: Recorded = pickle.load(file)  # from our own run, in a folder that only this user can write
+        return found
+
     def batches(self, number: int, one_pass: int) -> Iterator[list[Recorded]]:
         """The batches of one pass over a loader. Each is the examples of each rank."""
         found = [
@@ -303,12 +359,8 @@ class Replay:
         ]  # of each rank
         count = max((places[0][2] for places in found if places), default=0)
         for batch in range(count):
-            parts = []
-            for rank in range(len(self._passes)) if self._only is None else [self._only]:
-                path = examples_path(self._folder, number, one_pass, batch, rank)
-                if os.path.exists(path):
-                    with open(path, "rb") as file:
-                        parts.append(pickle.load(file))  # from our own run, in a folder that only this user can write
+            ranks = range(len(self._passes)) if self._only is None else [self._only]
+            parts = [part for rank in ranks if (part := self._read(number, one_pass, batch, rank)) is not None]
             if self._reverse:
                 parts = [self._reversed(part) for part in reversed(parts)]
             if parts:

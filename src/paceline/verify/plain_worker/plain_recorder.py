@@ -54,6 +54,7 @@ from paceline.observe.write_tracer import WriteTracer
 from paceline.step.backends import allows_tf32
 from paceline.torch_private.core import parameters_of
 from paceline.trials.spec import TrialEnded, TrialSpec
+from paceline.verify.plain_worker.batch_function import BatchFunctionFinder, BatchFunctionReplacer
 from paceline.verify.plain_worker.batch_norm import norm_of_each_rank
 from paceline.verify.plain_worker.examples import Loaders, Replay
 from paceline.verify.plain_worker.step_draws import StepDraws
@@ -117,11 +118,19 @@ class PlainRecorder:
         self.draws = StepDraws()
         self._patches = Patches(self._is_active)
         self._wrapped: Any = weakref.WeakSet()  # modules in a DistributedDataParallel
-        self._tracer = WriteTracer(stack, self._trained_parameters, self._patches, self._is_active)
+        self._function = BatchFunctionFinder(lambda parts: self._loaders.record_function(parts))
+        self._tracer = WriteTracer(
+            stack, self._trained_parameters, self._patches, self._is_active, self._function.on_return
+        )
         self._graph_lines = GraphLines(stack) if spec.is_subject else None
         folder = spec.directory if spec.is_subject else self._reference
         self._loaders = Loaders(folder, self._rank, self.draws, self._patches, self._replay, self._is_active)
         self._install()
+        name = None if spec.is_subject else self._subject[0]["batch_function"]
+        if name is not None:
+            BatchFunctionReplacer(name, self._loaders.function_batch, stack, self._is_active)
+        elif spec.is_subject:
+            self._tracer.start()
         atexit.register(self.finish)
 
     def _make_replay(self) -> Replay:
@@ -194,6 +203,14 @@ class PlainRecorder:
             self._add_model(module)
             if self._spec.is_subject:
                 self._tracer.start()
+        if self._function.searching and self._spec.is_subject:
+            # a global hook gets no keyword arguments: they are in the frame of the module's call
+            options = sys._getframe(1).f_locals.get("kwargs", {})
+            with self.draws.suspended():
+                self._function.searching = self._loaders.none_used
+                if self._function.searching:
+                    self._function.find((args, options))
+        self._current.setdefault("inputs", []).append([digest(one) for one in tensors_in(args)])
         with self.draws.suspended():
             return self._loaders.inputs(args)
 
@@ -428,6 +445,7 @@ class PlainRecorder:
             "complete": self._loaders.has_targets or self._model_has_loss,
             "exhausted": self._replay is not None and self._replay.exhausted,
             "made": self._made,
+            "batch_function": self._function.name,
             "loss_nodes": self._loss_nodes,
             "strategy": None,
             "shards": 1,
