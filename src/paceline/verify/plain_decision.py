@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +29,13 @@ from paceline.verify.plain_location import locate
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SINGLE, Runs
 from paceline.verify.tolerances import Difference, Tolerances, norm
+
+# causes of paceline doctor that one process, or a comparison of updates from the same examples, does not show
+_NOT_COMPARED = {
+    *("examples_missed", "same_in_workers", "same_batch", "no_set_epoch", "same_random_numbers", "same_augmentations"),
+    *("same_noise", "padded_evaluation", "local_metric", "mean_of_means", "scheduler_steps", "schedule_length"),
+    *("lr_scaled_alone", "gradients_dropped", "accumulation", "clip_before_unscale", "buffers_differ"),
+}
 
 
 def decide_plain(runs: Runs, ours: RunRecord) -> Answer:
@@ -47,6 +55,7 @@ class _PlainComparison:
         self._processes = len(ours.ranks)
         self._how: dict[str, Any] = {"processes": self._processes}
         self._notes: list[Claim] = []
+        self._skipped: int | None = None  # an update that one process makes from other batches
 
     def answer(self) -> Answer:
         answer = self._answer()
@@ -72,6 +81,8 @@ class _PlainComparison:
         if whole is None:
             return self._by_ranks(why)
         found = self._ranks_differ_at_start() or self._same_examples()
+        if found is None and self._skipped is not None:
+            found = self._updates_differ(whole, self._skipped)
         if found is not None:
             return self._located(found)
         tolerances = self._tolerances(whole)
@@ -82,7 +93,7 @@ class _PlainComparison:
                 whole.name,
                 "C4",
             )
-        self._note_rates(whole)
+        scaled_twice = self._note_rates(whole)
         every = [
             [d for d in differences(ours, whole, ours, tolerances, step) if d.quantity != "initial weights"]
             for step in range(min(ours.steps, whole.steps))
@@ -93,8 +104,8 @@ class _PlainComparison:
             self._notes.append(claim_from(text, ours, whole))
         differing = next((found for found in every if found), [])
         if not differing:
-            found = self._ranks_differ_later()
-            return self._located(found) if found is not None else self._same(whole, tolerances)
+            found = self._ranks_differ_later() or scaled_twice
+            return self._located(found) if found is not None else self._beyond(self._same(whole, tolerances))
         return self._different(whole, tolerances, differing)
 
     # --- the subject run alone
@@ -241,6 +252,9 @@ class _PlainComparison:
             if found is None:
                 return None, f"the script could not run in one process: {why}"
             theirs = _batches_per_update(found) / self._processes
+        self._skipped = self._first_skip(found)
+        if mine != theirs and self._skipped is not None:
+            return found, ""
         if mine != theirs:
             return None, (
                 f"an update of your run takes {mine:g} batches of each rank, and one process takes {theirs:g} batches "
@@ -260,6 +274,23 @@ class _PlainComparison:
             other = sorted(set(found.parameters) ^ set(self._ours.parameters))
             return None, f"one process trains other parameters than your run: {_listed(other)}."
         return found, ""
+
+    def _first_skip(self, whole: RunRecord) -> int | None:
+        """The first update that your run makes from fewer or more batches than one process. None if their numbers
+        differ in a regular way."""
+        mine, theirs = _between_updates(self._ours), _between_updates(whole)
+        regular = len(set(mine)) < 2 and len(set(theirs)) < 2
+        steps = range(min(len(mine), len(theirs)))
+        return None if regular else next((step for step in steps if mine[step] != theirs[step]), None)
+
+    def _updates_differ(self, whole: RunRecord, step: int) -> Answer:
+        mine, theirs = _between_updates(self._ours)[step], _between_updates(whole)[step]
+        text = (
+            f"different. Your run makes update {step + 1} from {mine} batches of each rank, and one process makes it "
+            f"from {theirs}: the script decides by a value that differs between the ranks' examples and all examples.\n"
+            "Remedy: reduce the value over all ranks before the decision."
+        )
+        return Answer(DIFFERENT, [claim_from(text, self._ours, whole)], step, "updates", None, "steps_differ")
 
     def _with_other_examples(self, whole: RunRecord) -> int | None:
         """The first step in which C has other examples than A; None if there is none."""
@@ -306,21 +337,29 @@ class _PlainComparison:
         )
         return tolerances
 
-    def _note_rates(self, whole: RunRecord) -> None:
+    def _note_rates(self, whole: RunRecord) -> Answer | None:
+        """Note learning rates that one process would not use. An answer if they are n * n times too large."""
         for step in range(min(self._ours.steps, whole.steps)):
-            mine, theirs = self._ours.ranks[0]["rates"][step], whole.ranks[0]["rates"][step]
-            pairs = [(a, b) for a, b in zip(mine, theirs, strict=False) if abs(a - b) > 1e-9 * max(abs(a), abs(b))]
-            if pairs:
-                self._notes.append(
-                    claim_from(
-                        f"in update {step + 1} the learning rate is {pairs[0][0]:g}, and one process would use "
-                        f"{pairs[0][1]:g}: the script derives it from the number of processes or of batches. The "
-                        "updates were compared with the learning rate of your run",
-                        self._ours,
-                        whole,
-                    )
+            rates = zip(self._ours.ranks[0]["rates"][step], whole.ranks[0]["rates"][step], strict=False)
+            pairs = [(a, b) for a, b in rates if abs(a - b) > 1e-9 * max(abs(a), abs(b))]
+            if not pairs:
+                continue
+            mine, theirs = pairs[0]
+            text = f"in update {step + 1} the learning rate is {mine:g}, and one process would use {theirs:g}"
+            if theirs and abs(mine / theirs - self._processes**2) < 1e-6:
+                text = (
+                    f"different. {text[0].upper()}{text[1:]}: the script multiplies it by the number of processes "
+                    "twice.\nRemedy: scale the learning rate once, by the global batch."
                 )
-                return
+                claims = [claim_from(text, self._ours, whole)]
+                return Answer(DIFFERENT, claims, step, "learning rate", None, "lr_scaled_twice")
+            text += (
+                ": the script derives it from the number of processes or of batches. The updates were compared with "
+                "the learning rate of your run"
+            )
+            self._notes.append(claim_from(text, self._ours, whole))
+            return None
+        return None
 
     # --- answers
 
@@ -380,7 +419,8 @@ class _PlainComparison:
                 "negatives, batch statistics). Each rank computes this loss on its own examples, as data parallelism "
                 "does."
             )
-            return Answer(SAME, [claim_from(text, ours, whole)], steps=min(ours.steps, whole.steps), cause=cause.key)
+            same = Answer(SAME, [claim_from(text, ours, whole)], steps=min(ours.steps, whole.steps), cause=cause.key)
+            return self._beyond(same)
         claims = [claim_from(f"different. {describe(first)}", ours, whole)]
         if cause is not None:
             share = f"In {len(cause.names)} of {len(ours.parameters)} parameters, the gradient is {cause.sentence}."
@@ -423,9 +463,29 @@ class _PlainComparison:
         return False
 
     @cached_property
+    def _faults(self) -> list[dict[str, Any]]:
+        """The faults that `paceline doctor` finds in the script."""
+        return self._runs.find_faults()
+
+    @property
     def _fault(self) -> dict[str, Any] | None:
-        """The fault that `paceline doctor` finds in the script; None if there is none."""
-        return self._runs.find_fault()
+        """The first of them that changes the updates which were compared; None if there is none."""
+        return next((fault for fault in self._faults if fault["cause"] not in _NOT_COMPARED), None)
+
+    def _beyond(self, same: Answer) -> Answer:
+        """The answer if the updates are the same: a fault that they do not show, or `same`."""
+        fault = next((fault for fault in self._faults if fault["cause"] in _NOT_COMPARED), None)
+        if fault is None:
+            return same
+        where = f"{fault['file']}:{fault['line']}: " if fault["file"] else ""
+        text = (
+            f"different, in what these updates do not show. {same.claims[0].text[0].upper()}{same.claims[0].text[1:]}\n"
+            f"By paceline doctor: {where}{fault['title']}. {fault['evidence']}.\nRemedy: {fault['remedy']}"
+        )
+        answer = Answer(DIFFERENT, [Claim(text, same.claims[0].runs)], steps=same.steps, cause=fault["cause"])
+        answer.remedy, answer.file, answer.line = fault["remedy"], fault["file"], fault["line"]
+        answer.beside, answer.notes = fault["beside"], same.notes
+        return answer
 
     def _located(self, answer: Answer) -> Answer:
         """Add the line of the fault."""
@@ -468,6 +528,12 @@ def _by_backward(record: RunRecord, step: int) -> list[dict[str, Tensor]]:
         pieces.append({name: grad - before[name] if name in before else grad for name, grad in added.items()})
         before = added
     return pieces
+
+
+def _between_updates(record: RunRecord) -> list[int]:
+    """The number of batches of a rank before each update."""
+    yields = [0, *(step["yields"] for step in record.ranks[0]["steps"])]
+    return [after - before for before, after in pairwise(yields)]
 
 
 def _batches_per_update(record: RunRecord) -> float:

@@ -46,6 +46,11 @@ def locate(cause: str | None, steps: list[dict[str, Any]], made: dict[str, Any],
         return _at(made.get("stream") or made.get("loader"), made.get("loader"), "The examples come from")
     if cause == "ranks-drift-apart":
         return _weight_write(steps)
+    if cause == "lr_scaled_twice":
+        return _at(made.get("optimizer"), None, "The optimizer is made at")
+    if cause == "steps_differ":
+        calls = [e for e in mine.get("writes", ()) if e[0] == COLLECTIVE]
+        return _at(calls[-1][2][0][:2] if calls else lines.get("step"), lines.get("step"), "The ranks decide at")
     if cause in _REDUCED_LATE:
         if lines.get("past_wrapper"):
             return _at(lines["past_wrapper"], made.get("wrapper"), "The forward that bypasses the wrapper is at")

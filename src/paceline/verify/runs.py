@@ -111,9 +111,9 @@ class Runs:
         """Launch the run in its processes and wait for its end. Return None, or why it failed."""
         raise NotImplementedError
 
-    def find_fault(self) -> dict[str, Any] | None:
-        """The first fault that `paceline doctor` finds in the script, as its JSON; None if there is none."""
-        return None
+    def find_faults(self) -> list[dict[str, Any]]:
+        """The faults that `paceline doctor` finds in the script, as its JSON."""
+        return []
 
     def run_single_process(self, name: str, strategy: StrategySpec, **how: Any) -> tuple[RunRecord | None, str | None]:
         """Make a run of one process. Return (its record, None), or (None, the reason why there is no record)."""

@@ -31,6 +31,7 @@ from paceline.verify.decision import decide
 from paceline.verify.runs import Runs, VerifyOptions, describe_run
 
 PLAIN_WORKER = "paceline.verify.plain_worker.rank_program"
+_EPOCHS = 4  # doctor watches this many times the steps of a comparison: some faults show in a second epoch only
 
 
 def verify(options: VerifyOptions) -> int:
@@ -82,11 +83,9 @@ class LaunchedRuns(Runs):
                 self.options.script, start, self.length, spec, self._interrupts, output, tidy=True, worker=worker
             )
 
-    def find_fault(self) -> dict[str, Any] | None:
+    def find_faults(self) -> list[dict[str, Any]]:
         streams.write(sys.stderr, "doctor: the script, watched by paceline doctor ...\n")
         script = self.options.script
-        options = DoctorOptions(
-            script.path, script.args, self.nproc, script.module, self.options.steps, self.options.deadline
-        )
-        found = [finding for finding in examine(options, self._interrupts) if finding.about.kind == MODEL]
-        return found[0].as_json() if found else None
+        steps = _EPOCHS * self.options.steps
+        options = DoctorOptions(script.path, script.args, self.nproc, script.module, steps, self.options.deadline)
+        return [found.as_json() for found in examine(options, self._interrupts) if found.about.kind == MODEL]

@@ -159,6 +159,7 @@ class PlainRecorder:
             self._patches.before(DistributedDataParallel, "__init__", self._note_wrapper)
             self._patches.before(DistributedDataParallel, "no_sync", lambda _: self._note_line("no_sync"))
             self._patches.before(DataLoader, "__init__", self._note_loader)
+            self._patches.before(torch.optim.Optimizer, "__init__", self._note_optimizer)
         if not self._spec.is_subject and self._spec.only_shard is None and not self._spec.separate_batches:
             norm_of_each_rank(self._patches, lambda: self.draws.sizes)
 
@@ -185,6 +186,10 @@ class PlainRecorder:
         code = getattr(getattr(type(dataset), "__iter__", None), "__code__", None)
         if code is not None and self._stack.owns(code.co_filename):
             self._made.setdefault("stream", [code.co_filename, code.co_firstlineno])
+
+    def _note_optimizer(self, *_: Any, **__: Any) -> None:
+        if at := self._stack.caller():
+            self._made.setdefault("optimizer", at)
 
     # --- forwards and backwards
 
@@ -395,14 +400,19 @@ class PlainRecorder:
         if self._rank == 0:
             save_tensors(sketched(found), self._path(f"after-{step}-0"))
         if self._spec.is_subject:
-            state = {**found, **whole(self._trained.optimizer_state(optimizer))}
+            of_optimizer = whole(self._trained.optimizer_state(optimizer))
+            current["state_digests"] = {key: digest(value) for key, value in of_optimizer.items()}
+            state = {**found, **of_optimizer}
             if self._rank == 0:
                 save_tensors(state, self._path(f"state-{step + 1}"))
         else:
             path = os.path.join(self._reference, f"state-{step + 1}.safetensors")
             if os.path.exists(path):
                 state = load_file(path)
-                self._trained.load_optimizer(optimizer, state)
+                # if ranks hold different state, this process keeps its own, which follows from the same gradients
+                digests = [record["steps"][step]["state_digests"] for record in self._subject]
+                equal = {k: v for k, v in state.items() if len({one.get(k) for one in digests}) == 1}
+                self._trained.load_optimizer(optimizer, equal)
                 self._load({name: value for name, value in state.items() if name in found})
         current |= {"updates": 1, "yields": self._loaders.yields, "keys": self._loaders.take_keys()}
         current["unmatched"], self.draws.unmatched = self.draws.unmatched, []
