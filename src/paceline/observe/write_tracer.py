@@ -137,8 +137,8 @@ class WriteTracer:
 
     def _state(self) -> list[Any]:
         """What changes when a weight or a gradient changes: [of the weights, of the gradients]."""
-        weights = [version_of(p) for p in self._watched]
-        grads = [(id(g), version_of(g)) if (g := p.grad) is not None else None for p in self._watched]
+        weights = [version_of(dtensor.local(p)) for p in self._watched]
+        grads = [(id(g), version_of(dtensor.local(g))) if (g := p.grad) is not None else None for p in self._watched]
         some = self._watched[:: max(1, len(self._watched) // _SAMPLED)]
         with torch.no_grad():
             values = [_value(p) for p in some]

@@ -30,6 +30,7 @@ from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SINGLE, Runs
 from paceline.verify.tolerances import Difference, Tolerances, norm
 
+_MIN_OVERLAP = 4  # examples that two ranks have in common; padding repeats fewer
 # causes of paceline doctor that one process, or a comparison of updates from the same examples, does not show
 _NOT_COMPARED = {
     *("examples_missed", "same_in_workers", "same_batch", "no_set_epoch", "same_random_numbers", "same_augmentations"),
@@ -104,7 +105,7 @@ class _PlainComparison:
             self._notes.append(claim_from(text, ours, whole))
         differing = next((found for found in every if found), [])
         if not differing:
-            found = self._ranks_differ_later() or scaled_twice
+            found = self._ranks_differ_later() or scaled_twice or self._overlap()
             return self._located(found) if found is not None else self._beyond(self._same(whole, tolerances))
         return self._different(whole, tolerances, differing)
 
@@ -154,6 +155,27 @@ class _PlainComparison:
             "Remedy: give the DataLoader a DistributedSampler; let an IterableDataset yield each rank its own share."
         )
         return Answer(DIFFERENT, [claim_from(text, self._ours)], 0, "examples", None, "same-examples")
+
+    def _overlap(self) -> Answer | None:
+        """An answer if ranks compute the same examples in a pass over a loader, and no rank computes one twice."""
+        passes: dict[tuple[int, int], list[list[int]]] = {}
+        for rank, record in enumerate(self._ours.ranks):
+            for loader, one_pass, keys in record["examples"]:
+                found = passes.setdefault((loader, one_pass), [[] for _ in self._ours.ranks])
+                found[rank] += keys
+        for ranks in passes.values():
+            first, second = set(ranks[0]), set(ranks[1])
+            both = len(first & second)
+            distinct = len(first) == len(ranks[0]) and len(second) == len(ranks[1])
+            if distinct and both >= _MIN_OVERLAP and both * 10 >= len(first):
+                text = (
+                    f"different. In a pass over the data, {both} of the {len(first)} examples of rank 0 are also "
+                    "examples of rank 1, and neither computes an example twice: the ranks divide the data in different "
+                    "orders, so some examples are used several times and others not at all.\n"
+                    "Remedy: give all ranks the same seed of the order, and each rank its own share of it."
+                )
+                return Answer(DIFFERENT, [claim_from(text, self._ours)], 0, "examples", None, "same-examples")
+        return None
 
     @cached_property
     def _share_batches(self) -> bool:
@@ -425,7 +447,8 @@ class _PlainComparison:
         if cause is not None:
             share = f"In {len(cause.names)} of {len(ours.parameters)} parameters, the gradient is {cause.sentence}."
             claims.append(claim_from(f"\n{share}", ours, whole))
-        answer = answer_with(DIFFERENT, claims, found, cause.key if cause is not None else "unknown")
+        key = cause.key if cause is not None else "update" if first.quantity == "weights" else "unknown"
+        answer = answer_with(DIFFERENT, claims, found, key)
         return self._located(answer)
 
     def _explained(self, whole: RunRecord, tolerances: Tolerances, found: Sequence[Difference]) -> Explanation | None:
@@ -497,7 +520,8 @@ class _PlainComparison:
         answer.beside = f"{beside[0]}:{beside[1]}" if beside else None
         if fault is not None:
             answer.remedy, answer.file, answer.line = fault["remedy"], fault["file"], fault["line"]
-            answer.beside = fault["beside"] or answer.beside
+            if answer.cause != "same-examples" or answer.beside is None:
+                answer.beside = fault["beside"] or answer.beside
             answer.cause = answer.cause if answer.cause not in (None, "unknown", "batch-level") else fault["cause"]
             where = f"{fault['file']}:{fault['line']}: " if fault["file"] else ""
             answer.claims.append(

@@ -6,14 +6,19 @@ The records have the lines that change weights and gradients, in order, with the
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+from paceline.observe.source import calls_in, names_in, scope_at, targets, tree_of
 
 GRADIENT, WEIGHT, COLLECTIVE = "gradient", "weight", "collective"
 _REDUCED_LATE = {"not-reduced", "rank-missing"}
 _MEANS = ("Mean", "Loss", "KlDiv")
 _SCALES = ("Div", "Mul")
+_NORMS = ("sum", "norm", "vector_norm", "all_reduce", "get_total_norm", "global_norm")
+_MAX_ASSIGNMENTS = 6
 
 Entry = list[Any]
 At = tuple[str, int]
@@ -43,9 +48,15 @@ def locate(cause: str | None, steps: list[dict[str, Any]], made: dict[str, Any],
     mine = steps[0]
     lines = mine.get("lines", {})
     if cause == "same-examples":
-        return _at(made.get("stream") or made.get("loader"), made.get("loader"), "The examples come from")
+        source = made.get("stream") or made.get("sampler") or made.get("loader")
+        return _at(source, made.get("loader"), "The examples come from")
     if cause == "ranks-drift-apart":
         return _weight_write(steps)
+    if cause == "update":
+        step = tuple(lines.get("step", ()))
+        inside = [e for e in mine.get("writes_in_update", ()) if e[0] == WEIGHT]
+        at = inside[-1][2][0][:2] if inside else lines.get("step")
+        return _at(at, step if step and list(step) != list(at or ()) else None, "The optimizer's update is at")
     if cause == "lr_scaled_twice":
         return _at(made.get("optimizer"), None, "The optimizer is made at")
     if cause == "steps_differ":
@@ -109,7 +120,32 @@ def _gradient_write(step: dict[str, Any], lines: dict[str, Any]) -> Location | N
     own_writes = [n for n in writes if _place(after[n]) != backward]
     if not own_writes:
         return None
-    return _at(_place(after[own_writes[-1]]), None, "The gradients are changed after the backward, at")
+    at = _place(after[own_writes[-1]])
+    return _at(at, _norm_line(at), "The gradients are changed after the backward, at")
+
+
+def _norm_line(at: At) -> At | None:
+    """The line that computes the norm, or another sum, that a line scales gradients by."""
+    file, line = at
+    if tree_of(file) is None:
+        return None
+    nodes = list(ast.walk(scope_at(file, line)))
+    names = {node.id for node in nodes if isinstance(node, ast.Name) and node.lineno == line}
+    for _ in range(_MAX_ASSIGNMENTS):
+        made = [
+            node
+            for node in nodes
+            if isinstance(node, ast.Assign)
+            and node.lineno < line
+            and any(n in names for t in targets(node) for n in names_in(t))
+        ]
+        if not made:
+            return None
+        last = max(made, key=lambda node: node.lineno)
+        if any(calls_in(ast.walk(last.value), *_NORMS)):
+            return file, last.lineno
+        names, line = set(names_in(last.value)), last.lineno
+    return None
 
 
 def _calls_in_forward(step: dict[str, Any], lines: dict[str, Any]) -> list[Entry]:

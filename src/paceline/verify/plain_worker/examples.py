@@ -121,6 +121,7 @@ class Loaders:
         self.passes: list[list[Any]] = []  # [loader, pass, batches, whether the pass has ended]
         self.yields = 0
         self.keys: list[list[Any]] = []  # [loader, the keys of the examples] of each batch since `take_keys`
+        self.examples: list[list[Any]] = []  # [loader, pass, keys] of each recorded batch
         self.bytes = 0
         self.problem = ""  # why examples could not be recorded
         self.recording = True
@@ -163,6 +164,7 @@ class Loaders:
             place[2] += 1
         else:
             self._store(place, carried.payload)
+        self.examples.append([place[0], place[1], carried.keys])
         self._got(place[0], carried.keys, [len(carried.keys)])
         return carried.batch
 

@@ -31,6 +31,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -41,7 +42,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optim
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 from paceline.comm.dtensor import is_sharded
 from paceline.observe.digests import digest, tensors_in
@@ -159,7 +160,8 @@ class PlainRecorder:
             self._patches.before(DistributedDataParallel, "__init__", self._note_wrapper)
             self._patches.before(DistributedDataParallel, "no_sync", lambda _: self._note_line("no_sync"))
             self._patches.before(DataLoader, "__init__", self._note_loader)
-            self._patches.before(torch.optim.Optimizer, "__init__", self._note_optimizer)
+            self._patches.before(torch.optim.Optimizer, "__init__", partial(self._note_made, "optimizer"))
+            self._patches.before(DistributedSampler, "__init__", partial(self._note_made, "sampler"))
         if not self._spec.is_subject and self._spec.only_shard is None and not self._spec.separate_batches:
             norm_of_each_rank(self._patches, lambda: self.draws.sizes)
 
@@ -187,9 +189,9 @@ class PlainRecorder:
         if code is not None and self._stack.owns(code.co_filename):
             self._made.setdefault("stream", [code.co_filename, code.co_firstlineno])
 
-    def _note_optimizer(self, *_: Any, **__: Any) -> None:
+    def _note_made(self, what: str, *_: Any, **__: Any) -> None:
         if at := self._stack.caller():
-            self._made.setdefault("optimizer", at)
+            self._made.setdefault(what, at)
 
     # --- forwards and backwards
 
@@ -395,6 +397,7 @@ class PlainRecorder:
         if self._depth or not self._is_active():
             return
         step, current = len(self._steps), self._current
+        current["writes_in_update"] = self._tracer.take()
         found = whole(self._trained.tensors())
         current["after"] = {name: digest(value) for name, value in found.items()}
         if self._rank == 0:
@@ -443,6 +446,7 @@ class PlainRecorder:
             "rank": self._rank,
             "steps": self._steps,
             "passes": self._loaders.passes,
+            "examples": self._loaders.examples,
             "parameters": [name for name in tensors if name not in buffers],
             "tied": [],
             "dtypes": {name: str(x.dtype).removeprefix("torch.") for name, x in tensors.items()},
