@@ -143,32 +143,65 @@ def run(tools: list[str], only: list[str], steps: int) -> None:
                     found["seconds"],
                     flush=True,
                 )
+                known["figures"] = all_figures(known)
                 RESULTS.write_text(json.dumps(known, indent=1) + "\n")
 
 
-def figures(tool: str, blind: bool | None = None) -> dict[str, str]:
-    """The figures of a tool, over all recorded cases, or those that are blind or not."""
-    known = json.loads(RESULTS.read_text())["cases"]
+COLUMNS = (
+    "cases",
+    "found",
+    "right cause",
+    "right line",
+    "cannot judge",
+    "healthy accused",
+    "healthy, cannot judge",
+    "median s",
+)
+
+
+def figures(known: dict[str, Any], tool: str, blind: bool | None = None) -> dict[str, int] | None:
+    """The figures of a tool, over all recorded cases, or those that are blind or not; None if there are none."""
     of = {folder.name: case for folder, case in cases([])}
     rows = [
         (of[name], record[f"{tool} faulty"], record[f"{tool} healthy"])
-        for name, record in known.items()
-        if f"{tool} healthy" in record and name in of and blind in (None, record["blind"])
+        for name, record in known["cases"].items()
+        if f"{tool} healthy" in record and blind in (None, record["blind"])
     ]
+    if not rows:
+        return None
     found = [(case, faulty) for case, faulty, _ in rows if faulty["code"] == 1]
     cause = [1 for case, faulty in found if set(faulty["causes"]) & CAUSES.get(case["kind"], set())]
     line = [1 for case, faulty in found if {case["line"], *case["also"]} & set(faulty["lines"])]
     seconds = sorted(one["seconds"] for _, *both in rows for one in both)
-    return {
-        "cases": str(len(rows)),
-        "found": f"{len(found)}",
-        "right cause": f"{len(cause)}",
-        "right line": f"{len(line)}",
-        "cannot judge": f"{sum(f['code'] not in (0, 1) for _, f, _ in rows)}",
-        "false alarms": f"{sum(h['code'] == 1 for *_, h in rows)}",
-        "healthy, cannot judge": f"{sum(h['code'] not in (0, 1) for *_, h in rows)}",
-        "median s": f"{seconds[len(seconds) // 2]:.0f}" if seconds else "-",
+    values = (
+        len(rows),
+        len(found),
+        len(cause),
+        len(line),
+        sum(faulty["code"] not in (0, 1) for _, faulty, _ in rows),
+        sum(healthy["code"] == 1 for *_, healthy in rows),
+        sum(healthy["code"] not in (0, 1) for *_, healthy in rows),
+        round(seconds[len(seconds) // 2]),
+    )
+    return dict(zip(COLUMNS, values, strict=True))
+
+
+def all_figures(known: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """ "TOOL, CASES" -> the figures."""
+    found = {
+        f"{tool}, {title}": figures(known, tool, blind)
+        for tool in ("verify", "doctor")
+        for title, blind in (("blind", True), ("seen", False), ("all", None))
     }
+    return {name: values for name, values in found.items() if values is not None}
+
+
+def table(known: dict[str, Any]) -> str:
+    """The figures as Markdown."""
+    lines = ["| tool, cases | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
+    for name, found in all_figures(known).items():
+        lines.append(f"| {name} | " + " | ".join(map(str, found.values())) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -181,9 +214,7 @@ def main() -> None:
     if options.what == "run":
         run(options.tools, options.only, options.steps)
         return
-    for tool in options.tools:
-        for title, blind in (("all", None), ("blind", True), ("seen", False)):
-            print(tool, title, figures(tool, blind))
+    print(table(json.loads(RESULTS.read_text())), end="")
 
 
 if __name__ == "__main__":

@@ -58,6 +58,50 @@ def test_scripts_of_other_libraries(name: str, tmp_path: Path) -> None:
     assert done.returncode == SAME, done.stdout + done.stderr
 
 
+SILENTDIST = Path(__file__).parents[2] / "benchmarks" / "silentdist" / "cases"
+
+# A script of silentdist -> the exit code, the cause, the line that is named first or second.
+FAULTS: dict[str, tuple[int, str | None, int | None]] = {
+    "packed_sft_fsdp2/faulty": (DIFFERENT, "mean-of-means", 87),  # a generator makes the batches, with a mask
+    "packed_sft_fsdp2/healthy": (SAME, None, None),
+    "drafter_global_mean/faulty": (DIFFERENT, "factor", 62),  # batches are objects with attributes
+    "drafter_global_mean/healthy": (SAME, None, None),
+    "gene_windows/faulty": (DIFFERENT, "backward-lost", 46),  # all ranks have the whole batch, and divide it
+    "gene_windows/healthy": (SAME, None, None),
+    "clip_then_allreduce/faulty": (DIFFERENT, "weights", 76),
+    "ddp_norm_summed_twice/faulty": (DIFFERENT, "factor", 43),
+    "fsdp2_shard_norm/faulty": (DIFFERENT, "factor", 46),
+    "byol_average/faulty": (DIFFERENT, "ranks-drift-apart", 58),
+    "momentum_fsdp/faulty": (DIFFERENT, "update", 32),
+    "night_sessions/healthy": (SAME, None, None),  # ranks hold different optimizer state
+    "spike_guard_rank_zero/faulty": (DIFFERENT, "steps_differ", 57),
+    "spike_guard_rank_zero/healthy": (SAME, None, None),
+    "tabular_rate/faulty": (DIFFERENT, "lr_scaled_twice", 56),
+    "tabular_rate/healthy": (SAME, None, None),
+    "keyword_stream/faulty": (DIFFERENT, "same-examples", 31),
+    "grpo_cycle/faulty": (DIFFERENT, "no_set_epoch", 49),  # found by doctor: the updates are the same
+}
+FAULTS_IN_CI = ("packed_sft_fsdp2/faulty", "gene_windows/healthy", "clip_then_allreduce/faulty")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.conformance if name in FAULTS_IN_CI else pytest.mark.full)
+        for name in FAULTS
+    ],
+)
+def test_faults_and_their_healthy_twins(name: str, tmp_path: Path) -> None:
+    code, cause, line = FAULTS[name]
+    if "accelerate" in (SILENTDIST / f"{name}.py").read_text():
+        pytest.importorskip("accelerate")
+    done, found = verify(SILENTDIST / f"{name}.py", tmp_path)
+    assert (done.returncode, found["cause"]) == (code, cause), done.stdout + done.stderr
+    lines = {found["line"], int((found["beside"] or ":0").rpartition(":")[2])}
+    assert line is None or line in lines, done.stdout
+
+
 SCRIPT = """
 import os, sys
 import torch

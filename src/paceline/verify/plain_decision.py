@@ -35,7 +35,7 @@ _MIN_OVERLAP = 4  # examples that two ranks have in common; padding repeats fewe
 _NOT_COMPARED = {
     *("examples_missed", "same_in_workers", "same_batch", "no_set_epoch", "same_random_numbers", "same_augmentations"),
     *("same_noise", "padded_evaluation", "local_metric", "mean_of_means", "scheduler_steps", "schedule_length"),
-    *("lr_scaled_alone", "gradients_dropped", "accumulation", "clip_before_unscale", "buffers_differ"),
+    *("lr_scaled_alone", "gradients_dropped", "accumulation", "clip_before_unscale"),
 }
 
 
