@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.doctor.resume.resume_rules import CAUSES, Difference, Judged, Recorded, compare
+from paceline.doctor.resume.resume_rules import CAUSES, Difference, Judged, Recorded, compare, save_in_second_epoch
 from paceline.errors import LaunchError, PacelineError, SettingError, printable
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output
@@ -160,8 +160,9 @@ def _three_runs(options: ResumeOptions, plan: Plan, resumed: Plan, records: Path
             "earlier, or name the folder of its checkpoints by --checkpoints."
         )
     _empty(options.checkpoints)
-    # late enough for several checkpoints and epochs, and early enough to compare some updates
-    kill = random.Random(options.seed).randint(max(1, room // 2), max(1, room - _LEFT))
+    latest = max(1, room - _LEFT)
+    earliest = min(latest, max(room // 2, save_in_second_epoch(first.ranks[0]) - appeared + 1, 1))
+    kill = random.Random(options.seed).randint(earliest, latest)
     killed, report = _run(options, plan, records / "2", steps, kill)
     runs.append(killed)
     if not (records / "2" / "killed").exists():

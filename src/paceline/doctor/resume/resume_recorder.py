@@ -153,6 +153,8 @@ class _ResumeRecorder:
         self._depth += 1
         if self._depth > 1 or not self._log.active:
             return
+        if not self._updates and not self._inputs:
+            return  # torch.distributed.checkpoint makes an optimizer's state by a step without a forward
         if self._order["steps"] is not None and self._updates >= self._order["steps"]:
             raise StepLimitReached(0)
         with self._log.overhead():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 Update = dict[str, Any]
@@ -183,6 +184,22 @@ def _place(run: Recorded, *kinds: str) -> str:
                 return f"{load['at'][0]}:{load['at'][1]}"
     at = run.ranks[0][0]["at"] if run.updates else []
     return f"{at[0]}:{at[1]}" if at else ""
+
+
+def save_in_second_epoch(updates: Sequence[Update]) -> int:
+    """The first update, counted from 1, after which files appeared in a second pass over the data; 0 if there is none.
+
+    A fault of the order of the data may not show in the first pass.
+    """
+    seen: set[str] = set()
+    second = False
+    for number, (update, following) in enumerate(pairwise(updates), 1):
+        rows = {row for forward in update["inputs"] for row in forward}
+        if second and update["files"] != following["files"]:
+            return number + 1
+        second |= bool(rows) and rows <= seen
+        seen |= rows
+    return 0
 
 
 # --- where the resumed run begins

@@ -314,6 +314,8 @@ class PlainRecorder:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
+            if self._makes_state(optimizer):
+                return None
             self._record_gradients(optimizer)
             return None
         evaluations = 0
@@ -331,6 +333,12 @@ class PlainRecorder:
         if len(args) > 1:
             return (args[0], evaluated, *args[2:]), kwargs
         return args, {**kwargs, "closure": evaluated}
+
+    def _makes_state(self, optimizer: Any) -> bool:
+        """Whether torch.distributed.checkpoint makes an optimizer's state, by a step without a rate or a backward."""
+        return (
+            not self._steps and not self._backwards and not any(group.get("lr", 1) for group in optimizer.param_groups)
+        )
 
     @_suspending_draws
     def _record_gradients(self, optimizer: Any) -> None:
@@ -394,7 +402,7 @@ class PlainRecorder:
     @_suspending_draws
     def _after_update(self, optimizer: Any, *_: Any) -> None:
         self._depth -= 1
-        if self._depth or not self._is_active():
+        if self._depth or not self._is_active() or self._makes_state(optimizer):
             return
         step, current = len(self._steps), self._current
         current["writes_in_update"] = self._tracer.take()
