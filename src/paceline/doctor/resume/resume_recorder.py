@@ -153,8 +153,6 @@ class _ResumeRecorder:
         self._depth += 1
         if self._depth > 1 or not self._log.active:
             return
-        if not self._updates and not self._inputs:
-            return  # torch.distributed.checkpoint makes an optimizer's state by a step without a forward
         if self._order["steps"] is not None and self._updates >= self._order["steps"]:
             raise StepLimitReached(0)
         with self._log.overhead():
@@ -205,6 +203,8 @@ class _ResumeRecorder:
         self._depth -= 1
         if self._depth or not self._log.active or not self._before:
             return
+        if not self._updates and not self._inputs:
+            return  # torch.distributed.checkpoint makes an optimizer's state by a step without a forward
         self._updates += 1
         with self._log.overhead():
             grads = {
