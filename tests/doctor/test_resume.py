@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline.doctor.resume.resume_rules import CAUSES, Recorded, compare
+from paceline.doctor.resume.resume_rules import CAUSES, Recorded, compare, save_in_second_epoch
 
 SCRIPTS = Path(__file__).parent / "resume_scripts"
 CASES: dict[str, Any] = json.loads((SCRIPTS / "cases.json").read_text())
@@ -129,6 +129,12 @@ def test_an_order_without_a_seed_is_compared_with_the_killed_run_only() -> None:
     assert judged.found == []
     assert judged.compared == 3
     assert any("order is not seeded" in note for note in judged.notes)
+
+
+def test_the_kill_comes_after_a_save_in_a_second_pass() -> None:
+    updates = [update(step, indices=[[step % 6]]) for step in range(20)]  # six batches in a pass, saves after 4, 8, ...
+    assert save_in_second_epoch(updates) == 9
+    assert save_in_second_epoch([update(step) for step in range(20)]) == 0
 
 
 # --- the command

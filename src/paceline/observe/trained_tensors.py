@@ -22,6 +22,8 @@ _WRAPPERS = re.compile(
     r"^module\.|\b(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|_forward_module|_original_module)\."
 )
 
+_POSITION = "optimizer "  # a name by the position in an optimizer begins with it
+
 
 class TrainedTensors:
     """The models and optimizers of this process."""
@@ -37,7 +39,7 @@ class TrainedTensors:
         new: dict[str, Tensor] = {}
         prefix = f"{len(self.models)}/" if self.models else ""
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor not in self._known:
+            if not self._has_name(tensor):
                 new[prefix + plain_name(name)] = tensor
         if any(isinstance(tensor, nn.Parameter) for tensor in new.values()):
             self.models.append(model)
@@ -49,7 +51,11 @@ class TrainedTensors:
 
     def has_parameters_of(self, model: nn.Module) -> bool:
         """Whether all parameters of a module are known."""
-        return all(p in self._known for p in model.parameters())
+        return all(self._has_name(p) for p in model.parameters())
+
+    def _has_name(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the name of a model. An optimizer may step before the first forward."""
+        return not self._known.get(tensor, _POSITION).startswith(_POSITION)
 
     def number_of(self, optimizer: Any) -> int:
         """The number of an optimizer, in the order of the first updates."""
@@ -58,7 +64,7 @@ class TrainedTensors:
             return found
         self.optimizers.append(optimizer)
         for position, p in enumerate(_parameters(optimizer)):
-            self._known.setdefault(p, f"optimizer {len(self.optimizers) - 1}, parameter {position}")
+            self._known.setdefault(p, f"{_POSITION}{len(self.optimizers) - 1}, parameter {position}")
         return len(self.optimizers) - 1
 
     def tensors(self) -> dict[str, Tensor]:

@@ -191,13 +191,14 @@ def save_in_second_epoch(updates: Sequence[Update]) -> int:
 
     A fault of the order of the data may not show in the first pass.
     """
-    seen: set[str] = set()
+    seen: set[Any] = set()
     second = False
     for number, (update, following) in enumerate(pairwise(updates), 1):
-        rows = {row for forward in update["inputs"] for row in forward}
+        rows: set[Any] = {index for batch in update["indices"] for index in batch or ()}  # padding changes rows
+        rows = rows or {row for forward in update["inputs"] for row in forward}
         if second and update["files"] != following["files"]:
             return number + 1
-        second |= bool(rows) and rows <= seen
+        second |= bool(rows & seen)
         seen |= rows
     return 0
 
