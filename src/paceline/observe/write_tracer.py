@@ -14,17 +14,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
 from torch import Tensor
 
 from paceline.comm import dtensor
 from paceline.observe.patching import Patches
-from paceline.observe.script_stack import ScriptStack
+from paceline.observe.script_stack import Owner, ScriptStack
 from paceline.torch_private.core import version_of
 
 GRADIENT, WEIGHT, COLLECTIVE = "gradient", "weight", "collective"
+EXCHANGE = "exchange"  # a collective that the script calls in a model's forward; SyncBatchNorm's are COLLECTIVE
 _COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "reduce_scatter"),
-    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
+    *(
+        "reduce_scatter_tensor",
+        "all_to_all",
+        "all_to_all_single",
+        "send",
+        "recv",
+        "isend",
+        "irecv",
+        "batch_isend_irecv",
+    ),
 )
 _SAMPLED, _ELEMENTS = 4, 16  # tensors and elements that are also compared by value: `.data` has its own version
 _MOST = 200  # entries in a step
@@ -54,11 +65,12 @@ class WriteTracer:
     ) -> None:
         self._stack, self._parameters, self._active = stack, parameters, active
         self._on_return = on_return
-        self.entries: list[list[Any]] = []  # [GRADIENT, WEIGHT or COLLECTIVE, the name of the call or "", Stack]
+        self.entries: list[list[Any]] = []  # [kind, the name of the call or "", Stack]
         self._known: list[Any] = []
         self._line: Stack = []  # the line that runs now
         self._watched: list[Tensor] = []
         self.on = False
+        self.in_forward = False  # set by the observer: whether a model's forward is under way
         for name in _COLLECTIVES:
             if hasattr(dist, name):
                 patches.before(dist, name, lambda *_, name=name, **__: self._note_call(name))
@@ -99,7 +111,14 @@ class WriteTracer:
     def _note_call(self, name: str) -> None:
         if self.on and self._active():
             self._compare()
-            self._add(COLLECTIVE, name, self._script_stack(sys._getframe(1)))
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and self._stack.owner_of(frame.f_code.co_filename) is Owner.PACELINE:
+                frame = frame.f_back
+            direct = frame is not None and (
+                self._stack.owns(frame.f_code.co_filename) or frame.f_code.co_filename == dist.nn.functional.__file__
+            )
+            kind = EXCHANGE if self.in_forward and direct else COLLECTIVE
+            self._add(kind, name, self._script_stack(frame))
 
     def _trace_call(self, frame: FrameType, event: str, _: Any) -> Any:
         return self._trace_line if self._stack.owns(frame.f_code.co_filename) else None

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import Tensor
@@ -25,7 +25,7 @@ from paceline.verify.answer import DIFFERENT, SAME, UNKNOWN, Answer, Claim, answ
 from paceline.verify.comparison import without_kinks
 from paceline.verify.differences import differences, differences_computed
 from paceline.verify.hypotheses import Explanation, explain, is_multiple, total
-from paceline.verify.plain_location import locate
+from paceline.verify.plain_location import EXCHANGE, locate
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SINGLE, Runs
 from paceline.verify.tolerances import Difference, Tolerances, norm
@@ -81,6 +81,11 @@ class _PlainComparison:
         whole, why = self._whole()
         if whole is None:
             return self._by_ranks(why)
+        if self._divides_otherwise(whole):
+            return self._by_ranks(
+                "the ranks divide a batch that they all have, and one process computes only a part of it. The script "
+                "divides it by a number other than the number of processes."
+            )
         found = self._ranks_differ_at_start() or self._same_examples()
         if found is None and self._skipped is not None:
             found = self._updates_differ(whole, self._skipped)
@@ -155,6 +160,38 @@ class _PlainComparison:
             "Remedy: give the DataLoader a DistributedSampler; let an IterableDataset yield each rank its own share."
         )
         return Answer(DIFFERENT, [claim_from(text, self._ours)], 0, "examples", None, "same-examples")
+
+    def _skips_evenly(self, step: int, whole: RunRecord, tolerances: Tolerances) -> bool:
+        """Whether ranks have skipped backwards in an update, and all other backwards have the same weight."""
+        pieces = self._local_gradients(step)
+        made = [sum(any(map(norm, one.values())) for one in rank) for rank in pieces or ()]
+        if pieces is None or len(set(made)) == 1:
+            return False
+        mine, sums = self._ours.gradients(step, 0), total([one for rank in pieces for one in rank])
+        theirs = whole.gradients(step, 0)
+        return all(
+            is_multiple(mine[name], sums[name], tolerances.gradient(name, theirs))
+            for name in mine.keys() & sums.keys() & theirs.keys()
+        )
+
+    @cached_property
+    def _exchanges(self) -> bool:
+        """Whether the script calls collectives in a model's forward."""
+        return any(
+            entry[0] == EXCHANGE
+            for record in self._ours.ranks
+            for step in record["steps"]
+            for entry in step.get("writes", ())
+        )
+
+    def _divides_otherwise(self, whole: RunRecord) -> bool:
+        """Whether ranks that divide a common batch compute other elements together than one process."""
+        if not self._share_batches or not whole.steps:
+            return False
+        records = self._ours.step_records(0)
+        divided = any(record.get("inputs") != records[0].get("inputs") for record in records)
+        together = sum(record.get("elements", 0) for record in records)
+        return divided and together != whole.step_records(0)[0].get("elements", 0)
 
     def _overlap(self) -> Answer | None:
         """An answer if ranks compute the same examples in a pass over a loader, and no rank computes one twice."""
@@ -303,7 +340,12 @@ class _PlainComparison:
         mine, theirs = _between_updates(self._ours), _between_updates(whole)
         regular = len(set(mine)) < 2 and len(set(theirs)) < 2
         steps = range(min(len(mine), len(theirs)))
-        return None if regular else next((step for step in steps if mine[step] != theirs[step]), None)
+        first = None if regular else next((step for step in steps if mine[step] != theirs[step]), None)
+        ends = accumulate(place[2] for place in self._ours.ranks[0]["passes"])
+        before = sum(mine[:first])
+        if first is None or any(before < end <= before + max(mine[first], theirs[first]) for end in ends):
+            return None  # the last update of a pass may be made from fewer batches
+        return first
 
     def _updates_differ(self, whole: RunRecord, step: int) -> Answer:
         mine, theirs = _between_updates(self._ours)[step], _between_updates(whole)[step]
@@ -428,6 +470,20 @@ class _PlainComparison:
             )
         if cause is not None and cause.key == "not-reduced" and self._averages_weights():
             return self._local_sgd()
+        if first.quantity == "gradient" and self._skips_evenly(first.step, whole, tolerances):
+            return _unknown(
+                f"in update {first.step + 1} the ranks make different numbers of backwards, and one process decides "
+                "for the examples of all ranks at once. The ranks' gradients are combined evenly.",
+                ours.name,
+                whole.name,
+            )
+        if self._exchanges and not self._share_batches:
+            return _unknown(
+                "the script exchanges tensors between the ranks in a model's forward (context or expert parallelism), "
+                "and the ranks get different batches. So verify does not know how their examples make one batch.",
+                ours.name,
+                whole.name,
+            )
         if cause is not None and not cause.accused and self._share_batches:
             text = (
                 "\nThe ranks divide a batch, or a model, that they all have, and their gradients are combined. One "
@@ -493,7 +549,8 @@ class _PlainComparison:
     @property
     def _fault(self) -> dict[str, Any] | None:
         """The first of them that changes the updates which were compared; None if there is none."""
-        return next((fault for fault in self._faults if fault["cause"] not in _NOT_COMPARED), None)
+        known = (*_NOT_COMPARED, "no_gradient")  # a parameter without a gradient has none in one process either
+        return next((fault for fault in self._faults if fault["cause"] not in known), None)
 
     def _beyond(self, same: Answer) -> Answer:
         """The answer if the updates are the same: a fault that they do not show, or `same`."""

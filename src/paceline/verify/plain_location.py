@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.observe.source import calls_in, names_in, scope_at, targets, tree_of
 
-GRADIENT, WEIGHT, COLLECTIVE = "gradient", "weight", "collective"
+GRADIENT, WEIGHT, COLLECTIVE, EXCHANGE = "gradient", "weight", "collective", "exchange"
 _REDUCED_LATE = {"not-reduced", "rank-missing"}
 _MEANS = ("Mean", "Loss", "KlDiv")
 _SCALES = ("Div", "Mul")
@@ -154,7 +154,7 @@ def _calls_in_forward(step: dict[str, Any], lines: dict[str, Any]) -> list[Entry
     for entry in step.get("writes", []):
         if _passes(entry, tuple(lines.get("backward", ()))):
             break
-        if entry[0] == COLLECTIVE and len(entry[2]) > 1:
+        if entry[0] in (COLLECTIVE, EXCHANGE) and len(entry[2]) > 1:
             found.append(entry)
     return found
 

@@ -43,6 +43,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optim
 from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.comm.dtensor import is_sharded
 from paceline.observe.digests import digest, tensors_in
@@ -118,6 +119,10 @@ class PlainRecorder:
         self._replay = None if spec.is_subject else self._make_replay()
         self.draws = StepDraws()
         self._patches = Patches(self._is_active)
+        self._loaders_of: dict[str, int] = {}  # a line of the script -> the number of its last loader
+        self._loader_names: Any = WeakIdKeyDictionary()
+        self._lengths: dict[str, int] = {}  # name of a loader -> its length
+        self._replay_repeats = self._replay.repeats if self._replay is not None else 1
         self._wrapped: Any = weakref.WeakSet()  # modules in a DistributedDataParallel
         self._function = BatchFunctionFinder(lambda parts: self._loaders.record_function(parts))
         self._tracer = WriteTracer(
@@ -152,6 +157,8 @@ class PlainRecorder:
         register_module_forward_hook(self._after_forward, always_call=True)
         optim.register_optimizer_step_pre_hook(self._before_update)
         optim.register_optimizer_step_post_hook(self._after_update)
+        self._patches.before(DataLoader, "__init__", self._number_loader)
+        self._patches.wrap(DataLoader, "__len__", self._wrap_length)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in _CLIPPING:
                 self._patches.wrap(owner, name, self._wrap_clipping)
@@ -189,6 +196,27 @@ class PlainRecorder:
         if code is not None and self._stack.owns(code.co_filename):
             self._made.setdefault("stream", [code.co_filename, code.co_firstlineno])
 
+    def _number_loader(self, loader: Any, *_: Any, **__: Any) -> None:
+        """Give a loader a name that is the same in all runs: the script's line, and a number for each loader of it."""
+        line = ":".join(map(str, self._stack.caller()))
+        self._loaders_of[line] = number = self._loaders_of.get(line, -1) + 1
+        self._loader_names[loader] = f"{line} {number}"
+
+    def _wrap_length(self, original: Any) -> Any:
+        """A loader of one process has the length of a rank's: the script may count its batches."""
+
+        def __len__(loader: Any) -> int:
+            own = int(original(loader))
+            name = self._loader_names.get(loader)
+            if not self._is_active() or name is None:
+                return own
+            if self._spec.is_subject:
+                self._lengths[name] = own
+                return own
+            return int(self._subject[0]["lengths"].get(name, own)) * self._replay_repeats
+
+        return __len__
+
     def _note_made(self, what: str, *_: Any, **__: Any) -> None:
         if at := self._stack.caller():
             self._made.setdefault(what, at)
@@ -203,6 +231,7 @@ class PlainRecorder:
         if self._in_forward is not None:
             return None
         self._in_forward = module
+        self._tracer.in_forward = True
         self._lines.setdefault("forward", self._stack.caller())
         if module in self._wrapped:
             self._lines.setdefault("past_wrapper", self._stack.caller(self._is_in_wrapped))
@@ -217,13 +246,16 @@ class PlainRecorder:
                 self._function.searching = self._loaders.none_used
                 if self._function.searching:
                     self._function.find((args, options))
-        self._current.setdefault("inputs", []).append([digest(one) for one in tensors_in(args)])
+        inputs = list(tensors_in(args))
+        self._current.setdefault("inputs", []).append([digest(one) for one in inputs])
+        self._current["elements"] = self._current.get("elements", 0) + sum(one.numel() for one in inputs)
         with self.draws.suspended():
             return self._loaders.inputs(args)
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
         if self._in_forward is module:
             self._in_forward = None
+            self._tracer.in_forward = False
             self._model_has_loss |= any(not one.dim() and one.requires_grad for one in tensors_in(output))
 
     def _note_precision(self, module: nn.Module) -> None:
@@ -467,6 +499,7 @@ class PlainRecorder:
             "complete": self._loaders.has_targets or self._model_has_loss,
             "exhausted": self._replay is not None and self._replay.exhausted,
             "made": self._made,
+            "lengths": self._lengths,
             "batch_function": self._function.name,
             "loss_nodes": self._loss_nodes,
             "strategy": None,
