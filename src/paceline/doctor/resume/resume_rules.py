@@ -120,7 +120,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class Judged:
-    """What a comparison found.
+    """The result of a comparison.
 
     Attributes:
         begins: the update of the killed run at which the resumed run begins, from 0; None if it could not be found.

@@ -189,7 +189,7 @@ def _tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 
 def _inside(value: Any) -> list[Any]:
-    """What a container, or an object with attributes such as a dataclass, holds."""
+    """The values in a container, or in an object with attributes such as a dataclass."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, (list, tuple)):
