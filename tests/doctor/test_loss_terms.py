@@ -98,7 +98,7 @@ def test_a_mean_times_the_processes() -> None:
         count=9.0, own=9.0, outer=[2.0], factor=2.0
     )  # divided by each rank's own targets: a factor of the script's
     other = term(count=8.0, own=8.0, outer=[2.0], factor=2.0)
-    assert causes([own, aux], [other, aux]) == []
+    assert causes([own, aux], [other, aux]) == ["loss_mean_of_means"]
 
 
 def test_fractions_of_a_ranks_own_rows() -> None:

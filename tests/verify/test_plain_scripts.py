@@ -119,6 +119,7 @@ torch.manual_seed(0)
 middle = nn.BatchNorm1d(12) if kind == "norm" else nn.Tanh()
 net = nn.Sequential(nn.Linear(6, 12), middle, nn.Dropout(0.3), nn.Linear(12, 1))
 model = nn.parallel.DistributedDataParallel(net)
+torch.manual_seed(1 + rank)  # each rank draws its own noise
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * world if kind == "rate" else 0.1, momentum=0.9)
 sampler = DistributedSampler(data)
 loader = DataLoader(data, batch_size=4, sampler=sampler, num_workers=2 if kind == "workers" else 0)

@@ -125,7 +125,7 @@ class Judged:
     Attributes:
         begins: the update of the killed run at which the resumed run begins, from 0; None if it could not be found.
         compared: the number of updates whose examples were compared.
-        notes: what was not compared, and why.
+        notes: comparisons that were left out, with the reason.
     """
 
     begins: int | None
