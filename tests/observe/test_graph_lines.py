@@ -50,7 +50,7 @@ def test_the_terms_of_a_loss_have_the_lines_that_make_them(script: Path) -> None
 def test_nodes_have_no_lines_after_the_first_passes(script: Path) -> None:
     lines = GraphLines(ScriptStack([str(script)]), passes=1)
     assert torch.is_anomaly_enabled()
-    lines.after_backward()
+    lines.after_pass()
     assert not torch.is_anomaly_enabled()
     loss = runpy.run_path(str(script))["loss"]
     assert loss_lines(loss, lines.line_of)["terms"] == [[], []]
@@ -58,5 +58,5 @@ def test_nodes_have_no_lines_after_the_first_passes(script: Path) -> None:
 
 def test_anomaly_mode_of_the_script_stays_on(script: Path) -> None:
     torch.autograd.set_detect_anomaly(True, check_nan=False)
-    GraphLines(ScriptStack([str(script)]), passes=1).after_backward()
+    GraphLines(ScriptStack([str(script)]), passes=1).after_pass()
     assert torch.is_anomaly_enabled()

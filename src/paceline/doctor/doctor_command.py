@@ -80,7 +80,8 @@ def doctor(options: DoctorOptions) -> int:
     Returns the exit code: 0 if no fault changes the model, 1 if a fault changes it, 2 if the script could not be
     watched, 128 + n if signal n ended the command. Raises LaunchError or SettingError before anything starts.
     """
-    plan = _make_plan(options)
+    check_limits(options.steps, options.deadline, options.json_file)
+    plan = plan_run(options)
     output = Output(None, plan.tee)
     checker = CollectiveChecker(output.private, plan.nproc)
     failed, report, stopped = False, "", 0
@@ -104,7 +105,8 @@ def doctor(options: DoctorOptions) -> int:
 
 def examine(options: DoctorOptions, interrupts: Interrupts) -> list[Finding]:
     """Run the script, hide its output, and return the findings. Raises LaunchError, SettingError or Stopped."""
-    plan = _make_plan(options)
+    check_limits(options.steps, options.deadline, options.json_file)
+    plan = plan_run(options)
     output = Output(None, plan.tee, silent=True)
     try:
         failed, _ = _supervise(plan, options, output, interrupts)
@@ -132,14 +134,19 @@ def diagnose(
     return run, found
 
 
-def _make_plan(options: DoctorOptions) -> Plan:
-    if options.steps is not None and options.steps < 1:
-        raise SettingError(f"--steps {options.steps}: give the number of optimizer steps to watch, 1 or more.")
-    if options.deadline is not None and options.deadline <= 0:
-        raise SettingError(f"--deadline {options.deadline:g}: give a number of seconds above 0, such as 300.")
-    folder = os.path.dirname(options.json_file or "")
+def check_limits(steps: int | None, deadline: float | None, json_file: str | None) -> None:
+    """Raise SettingError if an option that limits or records a run cannot work."""
+    if steps is not None and steps < 1:
+        raise SettingError(f"--steps {steps}: give the number of optimizer steps to watch, 1 or more.")
+    if deadline is not None and deadline <= 0:
+        raise SettingError(f"--deadline {deadline:g}: give a number of seconds above 0, such as 300.")
+    folder = os.path.dirname(json_file or "")
     if folder and not os.path.isdir(folder):
-        raise SettingError(f"--json {options.json_file}: the folder {folder!r} does not exist. Name another file.")
+        raise SettingError(f"--json {json_file}: the folder {folder!r} does not exist. Name another file.")
+
+
+def plan_run(options: DoctorOptions) -> Plan:
+    """The plan of a run under doctor."""
     kind = "module" if options.module else "script"
     plan = make_plan(options.script, options.args, options.nproc, {}, kind=kind, tee=options.tee)
     # device: "cpu", so that the launcher chooses no GPU. The script chooses, and its choice may be a finding.

@@ -29,7 +29,10 @@ def main() -> None:
     def watch(torch: ModuleType) -> None:
         if not watched:  # torch may be reloaded
             watched.append(torch)
-            from paceline.doctor.recorders import install
+            if order.get("checkpoints"):
+                from paceline.doctor.resume.resume_recorder import install
+            else:
+                from paceline.doctor.recorders import install  # type: ignore[assignment]
 
             install(order, kind, script)
 

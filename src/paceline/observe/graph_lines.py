@@ -24,10 +24,10 @@ class GraphLines:
 
     Args:
         stack: finds out which files belong to the script.
-        passes: stop after this number of backward passes.
+        passes: stop after this number of backward passes and updates.
     """
 
-    def __init__(self, stack: ScriptStack, passes: int = 3) -> None:
+    def __init__(self, stack: ScriptStack, passes: int = 6) -> None:
         self._stack, self._left = stack, passes
         self._mine = not torch.is_anomaly_enabled()  # otherwise the script, or its user, has turned it on
         if self._mine:
@@ -46,8 +46,8 @@ class GraphLines:
                 return [found[1], int(found[2])]
         return []
 
-    def after_backward(self) -> None:
-        """Count a backward pass."""
+    def after_pass(self) -> None:
+        """Count a backward pass, or an update: a script may compute gradients by another function."""
         self._left -= 1
         if self._left == 0 and self._mine:
             torch.autograd.set_detect_anomaly(False)

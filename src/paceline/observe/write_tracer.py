@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional
 from torch import Tensor
 
 from paceline.comm import dtensor
@@ -24,19 +23,12 @@ from paceline.torch_private.core import version_of
 
 GRADIENT, WEIGHT, COLLECTIVE = "gradient", "weight", "collective"
 EXCHANGE = "exchange"  # a collective that the script calls in a model's forward; SyncBatchNorm's are COLLECTIVE
-_COLLECTIVES = (
+_COLLECTIVES = [
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "reduce_scatter"),
-    *(
-        "reduce_scatter_tensor",
-        "all_to_all",
-        "all_to_all_single",
-        "send",
-        "recv",
-        "isend",
-        "irecv",
-        "batch_isend_irecv",
-    ),
-)
+    *("reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv"),
+    "batch_isend_irecv",
+]
+_DIFFERENTIABLE = "torch.distributed.nn.functional"  # its collectives have a backward
 _SAMPLED, _ELEMENTS = 4, 16  # tensors and elements that are also compared by value: `.data` has its own version
 _MOST = 200  # entries in a step
 _FRAMES = 8
@@ -103,20 +95,14 @@ class WriteTracer:
         found, self.entries = self.entries[:_MOST], []
         return found
 
-    def forget(self) -> None:
-        """Ignore changes since the last line: the observer has made them."""
-        if self.on:
-            self._known = self._state()
-
     def _note_call(self, name: str) -> None:
         if self.on and self._active():
             self._compare()
             frame: FrameType | None = sys._getframe(1)
             while frame is not None and self._stack.owner_of(frame.f_code.co_filename) is Owner.PACELINE:
                 frame = frame.f_back
-            direct = frame is not None and (
-                self._stack.owns(frame.f_code.co_filename) or frame.f_code.co_filename == dist.nn.functional.__file__
-            )
+            file = frame.f_code.co_filename if frame is not None else ""
+            direct = self._stack.owns(file) or file == getattr(sys.modules.get(_DIFFERENTIABLE), "__file__", None)
             kind = EXCHANGE if self.in_forward and direct else COLLECTIVE
             self._add(kind, name, self._script_stack(frame))
 

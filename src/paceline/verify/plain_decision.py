@@ -14,9 +14,9 @@ the remedy come from `paceline doctor`, if it finds a fault in the script.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -25,12 +25,12 @@ from paceline.verify.answer import DIFFERENT, SAME, UNKNOWN, Answer, Claim, answ
 from paceline.verify.comparison import without_kinks
 from paceline.verify.differences import differences, differences_computed
 from paceline.verify.hypotheses import Explanation, explain, is_multiple, total
-from paceline.verify.plain_location import EXCHANGE, locate
+from paceline.verify.plain_location import locate
+from paceline.verify.plain_subject import SubjectRun, batches_per_update, between_updates, by_backward, listed
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SINGLE, Runs
 from paceline.verify.tolerances import Difference, Tolerances, norm
 
-_MIN_OVERLAP = 4  # examples that two ranks have in common; padding repeats fewer
 # causes of paceline doctor that one process, or a comparison of updates from the same examples, does not show
 _NOT_COMPARED = {
     *("examples_missed", "same_in_workers", "same_batch", "no_set_epoch", "same_random_numbers", "same_augmentations"),
@@ -53,6 +53,7 @@ class _PlainComparison:
 
     def __init__(self, runs: Runs, ours: RunRecord) -> None:
         self._runs, self._ours = runs, ours
+        self._subject = SubjectRun(ours)
         self._processes = len(ours.ranks)
         self._how: dict[str, Any] = {"processes": self._processes}
         self._notes: list[Claim] = []
@@ -86,7 +87,7 @@ class _PlainComparison:
                 "the ranks divide a batch that they all have, and one process computes only a part of it. The script "
                 "divides it by a number other than the number of processes."
             )
-        found = self._ranks_differ_at_start() or self._same_examples()
+        found = self._subject.ranks_differ_at_start() or self._subject.same_examples()
         if found is None and self._skipped is not None:
             found = self._updates_differ(whole, self._skipped)
         if found is not None:
@@ -110,60 +111,15 @@ class _PlainComparison:
             self._notes.append(claim_from(text, ours, whole))
         differing = next((found for found in every if found), [])
         if not differing:
-            found = self._ranks_differ_later() or scaled_twice or self._overlap()
+            found = self._subject.ranks_differ_later() or scaled_twice or self._subject.overlap()
             return self._located(found) if found is not None else self._beyond(self._same(whole, tolerances))
         return self._different(whole, tolerances, differing)
 
-    # --- the subject run alone
-
-    @cached_property
-    def _different_at_start(self) -> list[str]:
-        """The parameters that the ranks start with different values of."""
-        starts = [record["steps"][0]["start"] for record in self._ours.ranks]
-        return [n for n in self._ours.parameters if len({start.get(n) for start in starts if n in start}) > 1]
-
-    def _ranks_differ_at_start(self, among: Collection[str] | None = None) -> Answer | None:
-        """An answer if the ranks start from different weights. among: look only at these parameters; None: at all."""
-        names = [n for n in self._different_at_start if among is None or n in among]
-        if not names:
-            return None
-        text = (
-            f"different. The ranks start from different weights: {_listed(names)}.\n"
-            "Cause: each rank initialises its own model, and nothing sends the weights of one rank to the others.\n"
-            "Remedy: wrap the model in DistributedDataParallel, broadcast its parameters from rank 0 before the first "
-            "step, or seed all ranks equally before the model is built."
-        )
-        answer = Answer(DIFFERENT, [claim_from(text, self._ours)], 0, "initial weights", names[0], "ranks-start-apart")
-        return answer
-
-    def _same_examples(self) -> Answer | None:
-        """An answer if all ranks compute the same examples in each step."""
-        steps = range(self._ours.steps)
-        by_step = []
-        for step in steps:
-            keys = [
-                sorted(key for _, batch in record["keys"] for key in batch) for record in self._ours.step_records(step)
-            ]
-            by_step.append(keys)
-        filled = [keys for keys in by_step if any(keys)]
-        if len(filled) < 2 or any(keys[0] != other for keys in filled for other in keys[1:]):
-            return None
-        if len({tuple(keys[0]) for keys in filled}) == 1:  # one batch again and again: a test of the script
-            return None
-        inputs = [[step.get("inputs") for step in record["steps"]] for record in self._ours.ranks]
-        if any(other != inputs[0] for other in inputs) or self._different_at_start:
-            return None  # the ranks divide a batch, or a model, that they all have
-        text = (
-            f"different. In each of the {len(filled)} steps, all ranks compute the same examples, so "
-            f"{self._processes} processes make the updates of one.\n"
-            "Cause: the script does not divide its data between the ranks.\n"
-            "Remedy: give the DataLoader a DistributedSampler; let an IterableDataset yield each rank its own share."
-        )
-        return Answer(DIFFERENT, [claim_from(text, self._ours)], 0, "examples", None, "same-examples")
+    # --- the subject run without a run of one process
 
     def _skips_evenly(self, step: int, whole: RunRecord, tolerances: Tolerances) -> bool:
         """Whether ranks have skipped backwards in an update, and all other backwards have the same weight."""
-        pieces = self._local_gradients(step)
+        pieces = self._subject.local_gradients(step)
         made = [sum(any(map(norm, one.values())) for one in rank) for rank in pieces or ()]
         if pieces is None or len(set(made)) == 1:
             return False
@@ -174,65 +130,14 @@ class _PlainComparison:
             for name in mine.keys() & sums.keys() & theirs.keys()
         )
 
-    @cached_property
-    def _exchanges(self) -> bool:
-        """Whether the script calls collectives in a model's forward."""
-        return any(
-            entry[0] == EXCHANGE
-            for record in self._ours.ranks
-            for step in record["steps"]
-            for entry in step.get("writes", ())
-        )
-
     def _divides_otherwise(self, whole: RunRecord) -> bool:
         """Whether ranks that divide a common batch compute other elements together than one process."""
-        if not self._share_batches or not whole.steps:
+        if not self._subject.share_batches or not whole.steps:
             return False
         records = self._ours.step_records(0)
         divided = any(record.get("inputs") != records[0].get("inputs") for record in records)
         together = sum(record.get("elements", 0) for record in records)
         return divided and together != whole.step_records(0)[0].get("elements", 0)
-
-    def _overlap(self) -> Answer | None:
-        """An answer if ranks compute the same examples in a pass over a loader, and no rank computes one twice."""
-        passes: dict[tuple[int, int], list[list[int]]] = {}
-        for rank, record in enumerate(self._ours.ranks):
-            for loader, one_pass, keys in record["examples"]:
-                found = passes.setdefault((loader, one_pass), [[] for _ in self._ours.ranks])
-                found[rank] += keys
-        for ranks in passes.values():
-            first, second = set(ranks[0]), set(ranks[1])
-            both = len(first & second)
-            distinct = len(first) == len(ranks[0]) and len(second) == len(ranks[1])
-            if distinct and both >= _MIN_OVERLAP and both * 10 >= len(first):
-                text = (
-                    f"different. In a pass over the data, {both} of the {len(first)} examples of rank 0 are also "
-                    "examples of rank 1, and neither computes an example twice: the ranks divide the data in different "
-                    "orders, so some examples are used several times and others not at all.\n"
-                    "Remedy: give all ranks the same seed of the order, and each rank its own share of it."
-                )
-                return Answer(DIFFERENT, [claim_from(text, self._ours)], 0, "examples", None, "same-examples")
-        return None
-
-    @cached_property
-    def _share_batches(self) -> bool:
-        """Whether the script's batch function returns the same values on all ranks, as under tensor parallelism."""
-        keys = [[step["keys"] for step in record["steps"]] for record in self._ours.ranks]
-        by_function = self._ours.ranks[0].get("batch_function") is not None
-        return by_function and all(other == keys[0] for other in keys)
-
-    def _ranks_differ_later(self) -> Answer | None:
-        """An answer if the ranks hold different weights after an update."""
-        for step in range(self._ours.steps):
-            records = self._ours.step_records(step)
-            names = [
-                n for n in self._ours.parameters if len({r["after"].get(n) for r in records if n in r["after"]}) > 1
-            ]
-            if names:
-                text = f"different. After update {step + 1} the ranks hold different weights: {_listed(names)}."
-                claim = claim_from(text, self._ours)
-                return Answer(DIFFERENT, [claim], step, "weights", names[0], "ranks-drift-apart")
-        return None
 
     def _by_ranks(self, why: str) -> Answer:
         """The answer if there is no run of one process: whether the ranks' gradients are combined evenly.
@@ -244,7 +149,7 @@ class _PlainComparison:
         """
         ours, uneven, compared = self._ours, False, 0
         for step in range(ours.steps):
-            pieces = self._local_gradients(step)
+            pieces = self._subject.local_gradients(step)
             if pieces is None:
                 continue
             compared += 1
@@ -256,10 +161,10 @@ class _PlainComparison:
 
             wrong = [name for name in names if not is_multiple(mine[name], sums[name], allowed(name))]
             shared = [name for name in names if name not in wrong and len(pieces) > 1]
-            found = self._ranks_differ_at_start(shared)
+            found = self._subject.ranks_differ_at_start(shared)
             if found is not None:
                 return self._located(found)
-            wrong = [name for name in wrong if name not in self._different_at_start]
+            wrong = [name for name in wrong if name not in self._subject.different_at_start]
             if not wrong:
                 continue
             before = ours.gradients(step - 1, 0) if step else {}
@@ -268,7 +173,7 @@ class _PlainComparison:
             if cause is None or not cause.accused:
                 uneven = True
                 continue
-            if cause.key == "not-reduced" and self._averages_weights():
+            if self._may_be_local_sgd(cause):
                 return self._local_sgd()
             text = (
                 f"different. In update {step + 1}, the ranks' gradients are not combined evenly. In {len(wrong)} of "
@@ -276,26 +181,16 @@ class _PlainComparison:
             )
             answer = Answer(DIFFERENT, [claim_from(text, ours)], step, "gradient", wrong[0], cause.key)
             return self._located(answer)
-        if not self._different_at_start:
-            found = self._same_examples() or self._ranks_differ_later()
+        if not self._subject.different_at_start:
+            found = self._subject.same_examples() or self._subject.ranks_differ_later()
             if found is not None:
                 return self._located(found)
         if self._fault is not None:
             return self._located(Answer(DIFFERENT, [claim_from("different, by the rules of paceline doctor.", ours)]))
         why = why if why.endswith(".") else f"{why}."
-        if compared == ours.steps and not uneven and not self._different_at_start:
+        if compared == ours.steps and not uneven and not self._subject.different_at_start:
             why += " The ranks' gradients are combined evenly; the scale of the losses is not compared."
         return _unknown(why, "A")
-
-    def _local_gradients(self, step: int) -> list[list[dict[str, Tensor]]] | None:
-        """What each backward of an update has added on each rank; None if a rank has not recorded it."""
-        found: list[list[dict[str, Tensor]]] = []
-        for record in self._ours.ranks:
-            added: list[dict[str, Tensor]] = []
-            while tensors := self._ours.tensors(f"local-{step}-{len(added)}-r{record['rank']}"):
-                added.append({name: value.double() for name, value in tensors.items()})
-            found.append(added)
-        return found if all(found) else None
 
     # --- runs of one process
 
@@ -304,13 +199,13 @@ class _PlainComparison:
         found, why = self._runs.run_single_process("C", SINGLE, **self._how)
         if found is None:
             return None, f"the script could not run in one process: {why}"
-        mine, theirs = _batches_per_update(self._ours), _batches_per_update(found)
+        mine, theirs = batches_per_update(self._ours), batches_per_update(found)
         if mine != theirs and theirs == mine * self._processes:
             self._how["separate_batches"] = True
             found, why = self._runs.run_single_process("S", SINGLE, **self._how)
             if found is None:
                 return None, f"the script could not run in one process: {why}"
-            theirs = _batches_per_update(found) / self._processes
+            theirs = batches_per_update(found) / self._processes
         self._skipped = self._first_skip(found)
         if mine != theirs and self._skipped is not None:
             return found, ""
@@ -331,13 +226,13 @@ class _PlainComparison:
             )
         if set(found.parameters) != set(self._ours.parameters):
             other = sorted(set(found.parameters) ^ set(self._ours.parameters))
-            return None, f"one process trains other parameters than your run: {_listed(other)}."
+            return None, f"one process trains other parameters than your run: {listed(other)}."
         return found, ""
 
     def _first_skip(self, whole: RunRecord) -> int | None:
         """The first update that your run makes from fewer or more batches than one process. None if their numbers
         differ in a regular way."""
-        mine, theirs = _between_updates(self._ours), _between_updates(whole)
+        mine, theirs = between_updates(self._ours), between_updates(whole)
         # a script may fetch one batch ahead, so the first update follows more of them
         regular = len(set(mine[1:])) < 2 and len(set(theirs[1:])) < 2
         steps = range(min(len(mine), len(theirs)))
@@ -349,11 +244,11 @@ class _PlainComparison:
         return first
 
     def _updates_differ(self, whole: RunRecord, step: int) -> Answer:
-        mine, theirs = _between_updates(self._ours)[step], _between_updates(whole)[step]
+        mine, theirs = between_updates(self._ours)[step], between_updates(whole)[step]
         text = (
             f"different. Your run makes update {step + 1} from {mine} batches of each rank, and one process makes it "
-            f"from {theirs}: the script decides by a value that differs between the ranks' examples and all examples.\n"
-            "Remedy: reduce the value over all ranks before the decision."
+            f"from {theirs}: a decision of the script, such as leaving out a batch, differs.\n"
+            "Remedy: reduce the value that decides over all ranks, before the decision."
         )
         return Answer(DIFFERENT, [claim_from(text, self._ours, whole)], step, "updates", None, "steps_differ")
 
@@ -413,8 +308,9 @@ class _PlainComparison:
             text = f"in update {step + 1} the learning rate is {mine:g}, and one process would use {theirs:g}"
             if theirs and abs(mine / theirs - self._processes**2) < 1e-6:
                 text = (
-                    f"different. {text[0].upper()}{text[1:]}: the script multiplies it by the number of processes "
-                    "twice.\nRemedy: scale the learning rate once, by the global batch."
+                    f"different. {text[0].upper()}{text[1:]}. The factor is {self._processes} * {self._processes}, as "
+                    "if the script multiplied it by the number of processes twice.\n"
+                    "Remedy: scale the learning rate once, by the global batch."
                 )
                 claims = [claim_from(text, self._ours, whole)]
                 return Answer(DIFFERENT, claims, step, "learning rate", None, "lr_scaled_twice")
@@ -469,7 +365,7 @@ class _PlainComparison:
                 ours.name,
                 whole.name,
             )
-        if cause is not None and cause.key == "not-reduced" and self._averages_weights():
+        if cause is not None and self._may_be_local_sgd(cause):
             return self._local_sgd()
         if first.quantity == "gradient" and self._skips_evenly(first.step, whole, tolerances):
             return _unknown(
@@ -478,14 +374,14 @@ class _PlainComparison:
                 ours.name,
                 whole.name,
             )
-        if self._exchanges and not self._share_batches:
+        if self._subject.exchanges and not self._subject.share_batches:
             return _unknown(
                 "the script exchanges tensors between the ranks in a model's forward (context or expert parallelism), "
                 "and the ranks get different batches. So verify does not know how their examples make one batch.",
                 ours.name,
                 whole.name,
             )
-        if cause is not None and not cause.accused and self._share_batches:
+        if cause is not None and not cause.accused and self._subject.share_batches:
             text = (
                 "\nThe ranks divide a batch, or a model, that they all have, and their gradients are combined. One "
                 "process has further terms: a gradient that should flow between the ranks is lost or scaled."
@@ -511,36 +407,43 @@ class _PlainComparison:
     def _explained(self, whole: RunRecord, tolerances: Tolerances, found: Sequence[Difference]) -> Explanation | None:
         """The kind of the difference, from one run for each rank's examples."""
         step = found[0].step
-        pieces = self._local_gradients(step)
+        pieces = self._subject.local_gradients(step)
         if pieces is None:
             pieces = []
             for rank in range(self._processes):
                 part = self._run(f"P{rank}", only_shard=rank, separate_batches=False, steps=step + 1)
                 if part is None or part.steps <= step:
                     return None
-                pieces.append(_by_backward(part, step))
+                pieces.append(by_backward(part, step))
         names = [d.name for d in found if d.quantity == "gradient" and d.name is not None]
         theirs = whole.gradients(step, 0)
         before = self._ours.gradients(step - 1, 0) if step else {}
         mine = self._ours.gradients(step, 0)
         return explain(names, mine, theirs, pieces, before, lambda name: tolerances.gradient(name, theirs))
 
+    def _may_be_local_sgd(self, cause: Explanation) -> bool:
+        """Whether ranks that train alone average their weights, or may do so after the last step.
+
+        Doctor watches more steps, and finds replicas that part for good.
+        """
+        if cause.key != "not-reduced":
+            return False
+        return self._subject.averages_weights() or (
+            len(cause.names) == len(self._ours.parameters) and self._fault is None
+        )
+
     def _local_sgd(self) -> Answer:
+        if not self._subject.averages_weights():
+            return _unknown(
+                f"each rank trains alone in these {self._ours.steps} updates. paceline doctor watched more of them and "
+                "found no fault, so the ranks may average their weights later (local SGD). Give a larger --steps.",
+                self._ours.name,
+            )
         return _unknown(
             "each rank trains alone, and the ranks average their weights now and then (local SGD). This changes the "
             "training by design, so there is no process to compare with.",
             self._ours.name,
         )
-
-    def _averages_weights(self) -> bool:
-        """Whether ranks that held different weights after an update have equal weights before a later one."""
-        apart = False
-        for step in range(self._ours.steps):
-            records = self._ours.step_records(step)
-            if apart and all(record["before"] == records[0]["before"] for record in records):
-                return True
-            apart = any(record["after"] != records[0]["after"] for record in records)
-        return False
 
     @cached_property
     def _faults(self) -> list[dict[str, Any]]:
@@ -560,8 +463,8 @@ class _PlainComparison:
             return same
         where = f"{fault['file']}:{fault['line']}: " if fault["file"] else ""
         text = (
-            f"different, in what these updates do not show. {same.claims[0].text[0].upper()}{same.claims[0].text[1:]}\n"
-            f"By paceline doctor: {where}{fault['title']}. {fault['evidence']}.\nRemedy: {fault['remedy']}"
+            f"different, by a rule of paceline doctor. The updates are {same.claims[0].text}\n"
+            f"Cause, by paceline doctor: {where}{fault['title']}. {fault['evidence']}.\nRemedy: {fault['remedy']}"
         )
         answer = Answer(DIFFERENT, [Claim(text, same.claims[0].runs)], steps=same.steps, cause=fault["cause"])
         answer.remedy, answer.file, answer.line = fault["remedy"], fault["file"], fault["line"]
@@ -597,35 +500,3 @@ class _PlainComparison:
             answer.file, answer.line = at
             answer.claims.append(claim_from(f"\nThe gradients come from the backward at {at[0]}:{at[1]}.", self._ours))
         return answer
-
-
-def _by_backward(record: RunRecord, step: int) -> list[dict[str, Tensor]]:
-    """The gradient of each backward of a step, for a run of one process."""
-    sums: list[dict[str, Tensor]] = []
-    while found := record.tensors(f"part-{step}-{len(sums) + 1}"):
-        sums.append({name: grad.double() for name, grad in found.items()})
-    pieces: list[dict[str, Tensor]] = []
-    before: dict[str, Tensor] = {}
-    for added in [*sums, record.gradients(step, 0)]:
-        pieces.append({name: grad - before[name] if name in before else grad for name, grad in added.items()})
-        before = added
-    return pieces
-
-
-def _between_updates(record: RunRecord) -> list[int]:
-    """The number of batches of a rank before each update."""
-    yields = [0, *(step["yields"] for step in record.ranks[0]["steps"])]
-    return [after - before for before, after in pairwise(yields)]
-
-
-def _batches_per_update(record: RunRecord) -> float:
-    """The number of batches of a rank between two updates, in the last steps."""
-    yields = [step["yields"] for step in record.ranks[0]["steps"]]
-    if len(yields) == 1:
-        return float(yields[0])
-    return (yields[-1] - yields[0]) / (len(yields) - 1)
-
-
-def _listed(names: Sequence[str], most: int = 3) -> str:
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")

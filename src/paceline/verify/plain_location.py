@@ -1,4 +1,4 @@
-"""Find the script's line of a difference, from the records of the subject run. Does not import torch.
+"""Find the script's line of a difference, from the records of the subject run.
 
 The records have the lines that change weights and gradients, in order, with the collectives between them
 (observe/write_tracer.py), and the lines that make the nodes of the loss (observe/graph_lines.py).
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.observe.source import calls_in, names_in, scope_at, targets, tree_of
+from paceline.observe.write_tracer import COLLECTIVE, EXCHANGE, GRADIENT, WEIGHT
 
-GRADIENT, WEIGHT, COLLECTIVE, EXCHANGE = "gradient", "weight", "collective", "exchange"
 _REDUCED_LATE = {"not-reduced", "rank-missing"}
 _MEANS = ("Mean", "Loss", "KlDiv")
 _SCALES = ("Div", "Mul")
@@ -33,8 +33,7 @@ class Location:
     sentence: str
 
 
-def locate(cause: str | None, steps: list[dict[str, Any]], made: dict[str, Any],
-           nodes: list[Any]) -> Location | None:  # fmt: skip
+def locate(cause: str | None, steps: list[dict[str, Any]], made: dict[str, Any], nodes: list[Any]) -> Location | None:
     """The line of a difference.
 
     Args:

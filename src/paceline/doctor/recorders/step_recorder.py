@@ -84,7 +84,7 @@ class _StepRecorder:
         finally:
             shared.collectives.invalidate()
             shared.backward_since_step = True
-            self._graph_lines.after_backward()
+            self._graph_lines.after_pass()
         self._backward_count += 1
         shared.variables.pass_ended = False
         with log.overhead():
@@ -220,6 +220,7 @@ class _StepRecorder:
         if number is None or not self.log.active:
             return
         made = self._steps[number] = self._steps.get(number, 0) + 1
+        self._graph_lines.after_pass()
         shared.clipped_gradients, shared.backward_since_step = set(), False
         shared.draws.clear()
         self._holds.pop(number, None)

@@ -17,15 +17,15 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline.doctor.doctor_command import DoctorOptions, check_limits, plan_run
 from paceline.doctor.resume.resume_rules import CAUSES, Difference, Judged, Recorded, compare, save_in_second_epoch
 from paceline.errors import LaunchError, PacelineError, SettingError, printable
 from paceline.launcher.interrupts import Interrupts, Stopped
 from paceline.launcher.output import Output
-from paceline.launcher.plan import Plan, make_plan
+from paceline.launcher.plan import Plan
 from paceline.observe.records import read_records
 from paceline.world import DOCTOR
 
@@ -36,20 +36,13 @@ _LEFT = 2  # updates of the undisturbed run after the kill, if it is long enough
 
 
 @dataclass(frozen=True)
-class ResumeOptions:
-    """The options of `paceline doctor --resume` (cli.py)."""
+class ResumeOptions(DoctorOptions):
+    """The options of `paceline doctor --resume` (cli.py). Limits hold for each run."""
 
-    script: str
-    checkpoints: str  # the folder that the script writes checkpoints into; empty or missing at the start
-    args: Sequence[str] = ()
+    checkpoints: str = ""  # the folder that the script writes checkpoints into; empty or missing at the start
     resume_args: str | None = None  # the arguments of the resumed run, as on a command line; None: the same
-    nproc: str | int = 2
     resume_nproc: str | int | None = None  # the processes of the resumed run; None: the same number
-    module: bool = False
-    steps: int | None = None  # end each run at this update; None: the script ends itself
-    deadline: float | None = None  # end each run after this number of seconds
     seed: int | None = None  # chooses the update of the kill; None: by chance
-    json_file: str | None = None
 
 
 class _Deadline(Interrupts):
@@ -87,6 +80,8 @@ def doctor_resume(options: ResumeOptions) -> int:
             judged = _three_runs(options, plan, resumed, Path(records), runs)
         except Stopped as stopped:
             return stopped.report()
+        except KeyboardInterrupt:  # between two runs
+            return Stopped(signal.SIGINT).report()
         except _NotCompared as error:
             why = str(error)
         finally:
@@ -113,26 +108,16 @@ def doctor_resume(options: ResumeOptions) -> int:
 
 def _plans(options: ResumeOptions) -> tuple[Plan, Plan]:
     """The plans of the first two runs, and of the resumed run."""
-    for name, value in (("--steps", options.steps), ("--deadline", options.deadline)):
-        if value is not None and value <= 0:
-            raise SettingError(f"{name} {value:g}: give a number above 0.")
+    check_limits(options.steps, options.deadline, options.json_file)
     folder = options.checkpoints
     if os.path.exists(folder) and (not os.path.isdir(folder) or os.listdir(folder)):
         raise SettingError(
             f"--checkpoints {folder}: the folder is not empty. The runs write into it, and it is emptied between them. "
             "Name an empty or new folder, and give it to the script too."
         )
-    kind = "module" if options.module else "script"
-    plans = []
-    for nproc, args in (
-        (options.nproc, options.args),
-        (options.resume_nproc or options.nproc, options.args if options.resume_args is None else _split(options)),
-    ):
-        plan = make_plan(options.script, args, nproc, {}, kind=kind)
-        # as in doctor_command: the script chooses the device, and Python's hash seed is random
-        worker = "paceline.doctor.resume.resume_worker"
-        plans.append(replace(plan, worker=worker, device="cpu", hash_seed=None))
-    return plans[0], plans[1]
+    args = options.args if options.resume_args is None else _split(options)
+    resumed = replace(options, args=args, nproc=options.resume_nproc or options.nproc)
+    return plan_run(options), plan_run(resumed)
 
 
 def _split(options: ResumeOptions) -> list[str]:

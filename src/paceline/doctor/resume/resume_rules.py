@@ -149,7 +149,7 @@ def compare(undisturbed: Recorded, killed: Recorded, resumed: Recorded, whole: b
         if how == "far":
             seen = "Before its first update, the weights are far from those before every update of the killed run."
         return Judged(None, 0, [Difference("nothing_restored", seen, _place(resumed, "model", "file"))], notes)
-    saves = [i for i, (a, b) in enumerate(zip(killed.ranks[0], killed.ranks[0][1:]), 1) if a["files"] != b["files"]]
+    saves = _saves(killed.ranks[0])
     if len(saves) > 1 and begins <= saves[-2]:
         seen = (
             f"It begins with update {begins + 1}. The last files before the kill were written before update "
@@ -184,6 +184,16 @@ def _place(run: Recorded, *kinds: str) -> str:
                 return f"{load['at'][0]}:{load['at'][1]}"
     at = run.ranks[0][0]["at"] if run.updates else []
     return f"{at[0]}:{at[1]}" if at else ""
+
+
+def _saves(updates: Sequence[Update]) -> list[int]:
+    """The updates, counted from 0, before which files were written.
+
+    Another rank may begin to write while this rank records its update. So of changes at consecutive updates the last
+    one counts, and none at the last update.
+    """
+    changed = [place for place, (a, b) in enumerate(pairwise(updates), 1) if a["files"] != b["files"]]
+    return [place for place in changed if place + 1 not in changed and place + 1 < len(updates)]
 
 
 def save_in_second_epoch(updates: Sequence[Update]) -> int:
@@ -361,18 +371,19 @@ def _examples(reference: Recorded, resumed: Recorded, begins: int, shared: bool)
 
 def _kind(reference: Recorded, resumed: Recorded, begins: int, number: int) -> tuple[str, str]:
     mine, expected = set(_union(resumed, number)), set(_union(reference, begins + number))
-    where = f"Update {begins + number + 1}"
-    indices = [_indices(run, place) for run, place in ((reference, begins + number), (resumed, number))]
-    if indices[0] and indices[0] <= indices[1]:
-        return "augmentations", f"{where} reads the same indices of the data set, with other values."
+    here = begins + number
+    where = f"Update {here + 1}"
     if mine == expected:
         return "examples_reordered", f"{where} uses the same examples in another order, or on other ranks."
-    here = begins + number
     places = [place for place in range(reference.updates) if mine and set(_union(reference, place)) == mine]
     if places:
         nearest = min(places, key=lambda place: abs(place - here))
         seen = f"{where} uses the examples that the killed run used at update {nearest + 1}."
         return "examples_skipped" if nearest > here else "examples_repeated", seen
+    known = {row for place in range(reference.updates) for row in _union(reference, place)}
+    indices = [_indices(run, place) for run, place in ((reference, here), (resumed, number))]
+    if not mine & known and indices[0] and indices[0] <= indices[1]:
+        return "augmentations", f"{where} reads the same indices of the data set, with other values."
     used = {row for place in range(here) for row in _union(reference, place)}
     again = len(mine & used)
     if 2 * again > len(mine) and 2 * len(expected & used) <= len(expected):

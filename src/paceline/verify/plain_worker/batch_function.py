@@ -111,8 +111,9 @@ class BatchFunctionReplacer:
         outer, _, inner = self._name["name"].rpartition(".<locals>.")
         if outer and frame.f_code.co_qualname != outer:
             return None
-        found: Any = types.SimpleNamespace(**(frame.f_locals if outer else frame.f_globals))
-        for part in inner.split("."):
+        name, *parts = inner.split(".")
+        found: Any = (frame.f_locals if outer else frame.f_globals).get(name)
+        for part in parts:
             found = inspect.getattr_static(found, part, None)
         found = getattr(found, "__func__", found)  # a class method
         while found is not None:

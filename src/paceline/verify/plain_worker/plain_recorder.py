@@ -315,11 +315,11 @@ class PlainRecorder:
         self._lines["backward"] = self._stack.caller()
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._losses += [float(loss.detach()) for loss in losses if loss.numel() == 1]
-        if self._graph_lines is not None and self._graph_lines.on:
-            nodes = self._graph_lines.nodes(losses[0].grad_fn)
-            made = [[node.name(), *self._graph_lines.line_of(node)] for node in islice(nodes, _LOSS_NODES)]
-            self._loss_nodes = self._loss_nodes or made
-            self._graph_lines.after_backward()
+        if self._graph_lines is not None:
+            if not self._loss_nodes:
+                nodes = self._graph_lines.nodes(losses[0].grad_fn)
+                self._loss_nodes = [[n.name(), *self._graph_lines.line_of(n)] for n in islice(nodes, _LOSS_NODES)]
+            self._graph_lines.after_pass()
 
     # --- updates
 
@@ -438,6 +438,8 @@ class PlainRecorder:
             return
         step, current = len(self._steps), self._current
         current["writes_in_update"] = self._tracer.take()
+        if self._graph_lines is not None:
+            self._graph_lines.after_pass()
         found = whole(self._trained.tensors())
         current["after"] = {name: digest(value) for name, value in found.items()}
         if self._rank == 0:
