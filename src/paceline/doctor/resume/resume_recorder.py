@@ -3,9 +3,9 @@
 Each call of an optimizer's `step` is one update. The event "update" has these fields:
 
 optimizer       the optimizer's number, in the order of the first updates
-state           {group: {name: [digest, dtype, *some elements]}} before the update. The groups are "weight", "buffer",
-                the keys of the optimizer's state ("exp_avg"), and "copy" for modules with the shapes of a trained model
-                (a moving average)
+state           {group: {name: [digest, dtype, *some elements]}} before the update. The groups are "weight" and
+                "buffer", "copy" for modules with the shapes of a trained model (a moving average), all at the first
+                forward since the last update; and the keys of the optimizer's state ("exp_avg")
 options         the numbers of each parameter group, with the learning rate
 scale           the scale of each GradScaler
 inputs          for each forward since the last update: the digest of each row of its inputs
@@ -82,7 +82,10 @@ class _ResumeRecorder:
         self._depth = 0  # nested calls of optimizers' `step`
         self._updates = 0
         self._since = -1  # updates since the first checkpoint has appeared
+        self._state: dict[str, dict[str, Any]] = {}  # of the models, at the first forward since the last update
         self._before: dict[str, Any] = {}  # the fields that are read before the update
+        self._names: list[str] = []  # of the optimizer's parameters, before the update
+        self._moments: dict[str, dict[str, Any]] = {}  # the optimizer's state, by the parameters' names at that time
         self._inputs: list[list[str]] = []
         self._indices: list[list[int] | None] = []
         self._random: dict[str, str] = {}
@@ -138,8 +141,8 @@ class _ResumeRecorder:
         with self._log.overhead():
             if not self._trained.has_parameters_of(module):
                 self._trained.add_model(module)
-            if not self._random:
-                self._random = _random_states()
+            if not self._inputs:
+                self._random, self._state = _random_states(), self._state_of_models()
             self._inputs.append(_rows((args, options)))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -158,26 +161,35 @@ class _ResumeRecorder:
         with self._log.overhead():
             self._before = {
                 "optimizer": self._trained.number_of(optimizer),
-                "state": self._state(optimizer),
                 "options": [_numbers(group) for group in optimizer.param_groups],
                 "scale": [scale for scaler in self._scalers if (scale := scale_of(scaler)) is not None],
                 "half": self._half() if self._updates < _HALF_CHECKS else "",
             }
+            self._names = list(self._trained.parameters(optimizer))
+            self._moments = {}
+            for key, tensor in whole(self._trained.optimizer_state(optimizer)).items():
+                group, _, name = key.partition(" ")
+                self._moments.setdefault(group, {})[name] = _describe(tensor)
 
     @torch.no_grad()
-    def _state(self, optimizer: Any) -> dict[str, Any]:
-        """Describe the tensors before an update. All ranks call it together."""
+    def _state_of_models(self) -> dict[str, dict[str, Any]]:
+        """Describe weights, buffers and copies. All ranks call it together."""
         found: dict[str, dict[str, Any]] = {}
         buffers = self._trained.buffers()
         for name, tensor in whole(self._trained.tensors()).items():
             found.setdefault("buffer" if name in buffers else "weight", {})[name] = _describe(tensor)
-        for key, tensor in whole(self._trained.optimizer_state(optimizer)).items():
-            group, _, name = key.partition(" ")
-            found.setdefault(group, {})[name] = _describe(tensor)
         for number, copy in enumerate(self._copies()):
             for name, tensor in whole(copy.state_dict()).items():
                 found.setdefault("copy", {})[f"{number}/{plain_name(name)}"] = _describe(tensor)
         return found
+
+    def _moments_by_name(self, optimizer: Any) -> dict[str, dict[str, Any]]:
+        """The optimizer's state before the update. A closure's forward may have named the parameters since then."""
+        names = dict(zip(self._names, self._trained.parameters(optimizer), strict=False))
+        return {
+            group: {names.get(name, name): value for name, value in tensors.items()}
+            for group, tensors in self._moments.items()
+        }
 
     def _copies(self) -> list[nn.Module]:
         """Modules outside the trained models that have the parameter shapes of one of them."""
@@ -217,13 +229,14 @@ class _ResumeRecorder:
                 "update",
                 now=True,
                 **self._before,
+                state={**(self._state or self._state_of_models()), **self._moments_by_name(optimizer)},
                 inputs=self._inputs,
                 indices=self._indices,
                 random=self._random,
                 gradients={name: digest(grad, most=ELEMENTS) for name, grad in grads.items()},
                 files=files,
             )
-            self._before, self._inputs, self._indices, self._random = {}, [], [], {}
+            self._before, self._state, self._inputs, self._indices, self._random = {}, {}, [], [], {}
             if files or self._since >= 0:
                 self._since += 1
         if self._rank == 0 and self._order["kill"] is not None and self._since >= self._order["kill"]:
