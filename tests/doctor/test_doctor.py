@@ -100,6 +100,9 @@ def test_faults_are_found_and_twins_are_clean(tmp_path: Path) -> None:
     )
 
 
+LIBRARIES_IN_CI = ("torch", "accelerate")
+
+
 @pytest.mark.full
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize(
@@ -115,9 +118,14 @@ def test_the_whole_table(processes: int, bf16: bool, tmp_path: Path) -> None:
     check([p for p in PLANTED if not p.hangs], HEALTHY, tmp_path, processes, bf16)
 
 
-@pytest.mark.conformance
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("library", sorted(set(FOREIGN.values())))
+@pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param(library, marks=pytest.mark.conformance if library in LIBRARIES_IN_CI else pytest.mark.full)
+        for library in sorted(set(FOREIGN.values()))
+    ],
+)
 def test_scripts_of_other_frameworks(library: str, tmp_path: Path) -> None:
     """transformers.Trainer, Accelerate, Lightning, FSDP, torchmetrics."""
     if importlib.util.find_spec(library) is None:  # to import it here would leave its threads in the tests' process

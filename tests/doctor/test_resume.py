@@ -147,7 +147,7 @@ def doctor(folder: Path, *line: str) -> tuple[subprocess.CompletedProcess[str], 
     return done, json.loads(found.read_text()) if found.exists() else None
 
 
-IN_CI = ("churn_dropout", "clouds_ema")
+IN_CI = ("clouds_ema",)
 
 
 @pytest.mark.timeout(300)

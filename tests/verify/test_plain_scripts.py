@@ -29,7 +29,7 @@ CASES: dict[str, tuple[int, str | None, str]] = {
     "nanogpt_no_seed_offset": (DIFFERENT, "same-examples", "all ranks compute the same examples"),
     "init_after_wrap": (DIFFERENT, "ranks-start-apart", "start from different weights"),
 }
-IN_CI = ("ok_ddp_complete", "token_mean_of_means", "ok_nanogpt", "module_bypass")
+IN_CI = ("token_mean_of_means", "ok_nanogpt")
 LIBRARIES = {"ok_accelerate": "accelerate", "ok_fabric": "lightning", "ok_lightning_trainer": "lightning"}
 
 
@@ -81,7 +81,7 @@ FAULTS: dict[str, tuple[int, str | None, int | None]] = {
     "keyword_stream/faulty": (DIFFERENT, "same-examples", 31),
     "grpo_cycle/faulty": (DIFFERENT, "no_set_epoch", 49),  # found by doctor: the updates are the same
 }
-FAULTS_IN_CI = ("packed_sft_fsdp2/faulty", "gene_windows/healthy", "clip_then_allreduce/faulty")
+FAULTS_IN_CI = ("clip_then_allreduce/faulty",)
 
 
 @pytest.mark.timeout(300)

@@ -61,7 +61,13 @@ from paceline.verify.plain_worker.batch_norm import norm_of_each_rank
 from paceline.verify.plain_worker.examples import Loaders, Replay
 from paceline.verify.plain_worker.step_draws import StepDraws
 from paceline.verify.worker.perturbation import nudge_weights
-from paceline.verify.worker.record_files import load_gradients, new_step_record, optimizer_options, save_tensors
+from paceline.verify.worker.record_files import (
+    disk_space,
+    load_gradients,
+    new_step_record,
+    optimizer_options,
+    save_tensors,
+)
 
 PORTED = "paceline.verify.worker.recorder"  # imported by `paceline.start` in a trial
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
@@ -113,6 +119,7 @@ class PlainRecorder:
         self._depth = 0  # nested calls of optimizers' `step`
         self._precision = "fp32"
         self._problem = ""  # why the runs cannot be compared
+        self._disk_full = False  # whether the disk cannot hold the files of this run
         self._rates: list[list[float]] = []  # the learning rates that this run computed itself
         self._pid = os.getpid()
         self._written = False
@@ -448,7 +455,9 @@ class PlainRecorder:
             of_optimizer = whole(self._trained.optimizer_state(optimizer))
             current["state_digests"] = {key: digest(value) for key, value in of_optimizer.items()}
             state = {**found, **of_optimizer}
-            if self._rank == 0:
+            if not step:
+                self._check_disk(state)
+            if self._rank == 0 and not self._disk_full:
                 save_tensors(state, self._path(f"state-{step + 1}"))
         else:
             path = os.path.join(self._reference, f"state-{step + 1}.safetensors")
@@ -465,10 +474,23 @@ class PlainRecorder:
         self._current = new_step_record(0, len(self._steps))
         self._backwards, self._local = 0, []
         self._lines, self._losses, self._norm, self._before_clipping = {}, [], None, {}
-        if len(self._steps) >= self._spec.steps:
+        if len(self._steps) >= self._spec.steps or self._disk_full:
             self._loaders.recording = False
             self.finish()
             raise TrialEnded(0)
+
+    def _check_disk(self, state: Mapping[str, Tensor]) -> None:
+        """End the run if the disk cannot hold its files. All ranks see the same sizes and the same disk."""
+        tensors = [*state.values(), *self._trained_parameters()]  # a gradient has the size of its parameter
+        steps, needed = self._spec.steps, self._spec.steps * sum(tensor.nbytes for tensor in tensors)
+        folder, space = self._spec.directory, disk_space(self._spec.directory)
+        if needed > space:
+            self._disk_full = True
+            self._problem = self._problem or (
+                f"the weights, gradients and optimizer states of {steps} updates need {needed / 1e9:.1f} GB, "
+                f"and the disk of {os.path.dirname(folder)} has {max(space, 0) / 1e9:.1f} GB left. Give "
+                "fewer --steps, or point TMPDIR to a larger disk"
+            )
 
     def _path(self, name: str) -> str:
         return os.path.join(self._spec.directory, f"{name}.safetensors")

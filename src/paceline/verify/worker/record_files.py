@@ -50,13 +50,16 @@ def save_tensors(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, s
 def has_disk_space(state: Mapping[str, Any], folder: str) -> bool:
     """Whether the disk has space for another step.
 
-    A step needs twice the size of a state: for the state, and for gradients and files for comparison. A twentieth of
-    the disk stays free.
+    A step needs twice the size of a state: for the state, and for gradients and files for comparison.
     """
     _, tensors = plain_state.encode({key: state[key] for key in ("models", "optimizers")})
-    needed = 2 * sum(tensor.nbytes for tensor in tensors.values())
+    return 2 * sum(tensor.nbytes for tensor in tensors.values()) < disk_space(folder)
+
+
+def disk_space(folder: str) -> int:
+    """The bytes that may be written to the disk of a folder. A twentieth of the disk stays free."""
     disk = shutil.disk_usage(folder)
-    return disk.free - needed > disk.total // 20
+    return disk.free - disk.total // 20
 
 
 def save_state(state: Mapping[str, Any], path: str) -> None:
