@@ -32,6 +32,7 @@ from paceline.world import DOCTOR
 SCHEMA = 1
 SAME, DIFFERENT, NOT_COMPARED = 0, 1, 2
 LATEST = "{latest}"
+_UNFINISHED = (".part", ".tmp", ".partial")
 _LEFT = 2  # updates of the undisturbed run after the kill, if it is long enough
 
 
@@ -153,7 +154,7 @@ def _three_runs(options: ResumeOptions, plan: Plan, resumed: Plan, records: Path
     if not (records / "2" / "killed").exists():
         raise _NotCompared(f"The second run ended before it could be killed.\n{report}")
     _say(f"run 2, killed after update {killed.updates}, {kill} after the first checkpoint appeared")
-    resumed = replace(resumed, args=tuple(_with_latest(arg, options.checkpoints) for arg in resumed.args))
+    resumed = replace(resumed, args=tuple(with_latest(arg, options.checkpoints) for arg in resumed.args))
     again, report = _run(options, resumed, records / "3", steps)
     runs.append(again)
     if report or not again.updates:
@@ -205,11 +206,15 @@ def _run(
     return Recorded(ranks, loads, ended), report if failed else ""
 
 
-def _with_latest(arg: str, folder: str) -> str:
-    """The argument, with the newest entry of the folder in place of {latest}."""
+def with_latest(arg: str, folder: str) -> str:
+    """The argument, with the newest entry of the folder in place of {latest}.
+
+    A script gives a checkpoint its name when it is whole: hidden entries and those with a suffix of _UNFINISHED do not
+    count.
+    """
     if LATEST not in arg:
         return arg
-    entries = list(Path(folder).iterdir())
+    entries = [e for e in Path(folder).iterdir() if not e.name.startswith(".") and e.suffix not in _UNFINISHED]
     return arg.replace(LATEST, str(max(entries, key=lambda entry: entry.stat().st_mtime)) if entries else folder)
 
 

@@ -8,7 +8,7 @@ state           {group: {name: [digest, dtype, *some elements]}} before the upda
                 forward since the last update; and the keys of the optimizer's state ("exp_avg")
 options         the numbers of each parameter group, with the learning rate
 scale           the scale of each GradScaler
-inputs          for each forward since the last update: the digest of each row of its inputs
+inputs          for each forward since the last update: the digest of each row of its inputs that need no gradient
 indices         for each batch that a DataLoader has yielded since the last update: the indices of its examples
 random          {generator: digest of its state} at the first of these forwards
 gradients       {parameter: digest} after the update
@@ -139,10 +139,14 @@ class _ResumeRecorder:
         # a global hook gets no keyword arguments: they are in the frame of the module's call
         options = sys._getframe(1).f_locals.get("kwargs", {})
         with self._log.overhead():
+            known = len(self._trained.models)
             if not self._trained.has_parameters_of(module):
                 self._trained.add_model(module)
             if not self._inputs:
                 self._random, self._state = _random_states(), self._state_of_models()
+            elif len(self._trained.models) > known:
+                for group, tensors in self._state_of_models().items():
+                    self._state[group] = {**tensors, **self._state.get(group, {})}
             self._inputs.append(_rows((args, options)))
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -271,8 +275,8 @@ def _numbers(group: dict[str, Any]) -> dict[str, float]:
 
 
 def _rows(args: Any) -> list[str]:
-    """The digest of each row of the inputs of a forward."""
-    tensors = [tensor.detach() for tensor in tensors_in(args) if tensor.dim()]
+    """The digest of each row of the inputs of a forward, without activations, such as the first input of a loss."""
+    tensors = [tensor for tensor in tensors_in(args) if tensor.dim() and not tensor.requires_grad]
     if not tensors:
         return []
     count = len(tensors[0])

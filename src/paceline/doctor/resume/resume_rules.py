@@ -381,8 +381,7 @@ def _kind(reference: Recorded, resumed: Recorded, begins: int, number: int) -> t
         seen = f"{where} uses the examples that the killed run used at update {nearest + 1}."
         return "examples_skipped" if nearest > here else "examples_repeated", seen
     known = {row for place in range(reference.updates) for row in _union(reference, place)}
-    indices = [_indices(run, place) for run, place in ((reference, here), (resumed, number))]
-    if not mine & known and indices[0] and indices[0] <= indices[1]:
+    if 2 * len(mine & known) <= len(mine) and _same_indices(reference, here, resumed, number):
         return "augmentations", f"{where} reads the same indices of the data set, with other values."
     used = {row for place in range(here) for row in _union(reference, place)}
     again = len(mine & used)
@@ -392,12 +391,15 @@ def _kind(reference: Recorded, resumed: Recorded, begins: int, number: int) -> t
     return "examples_reordered", f"{where} uses other examples than the killed run."
 
 
-def _indices(run: Recorded, number: int) -> set[int]:
-    found = set()
-    for rank in run.ranks:
-        for batch in rank[number]["indices"]:
-            found |= set(batch or ())
-    return found
+def _same_indices(reference: Recorded, here: int, resumed: Recorded, number: int) -> bool:
+    """Whether two updates read the same indices. A resumed run may first read batches that it skips."""
+    batches = max(len(rank[here]["indices"]) for rank in reference.ranks)
+
+    def last(run: Recorded, place: int) -> set[int]:
+        return {index for rank in run.ranks for batch in rank[place]["indices"][-batches:] for index in batch or ()}
+
+    theirs = last(reference, here)
+    return bool(theirs) and theirs == last(resumed, number)
 
 
 # --- its gradients
