@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from paceline.doctor.resume.resume_command import with_latest
-from paceline.doctor.resume.resume_rules import CAUSES, Recorded, compare, save_in_second_epoch
+from paceline.doctor.resume.resume_rules import Recorded, compare, save_in_second_epoch
 
 SCRIPTS = Path(__file__).parent / "resume_scripts"
 CASES: dict[str, Any] = json.loads((SCRIPTS / "cases.json").read_text())
