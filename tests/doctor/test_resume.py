@@ -167,7 +167,6 @@ FOUND = {
     "masked_bert": {"augmentations"},
     "orbits_fabric": {"options"},
     "pos_tagger": {"examples_skipped", "length"},
-    "sentiment": {"examples_reordered"},
     "shard_lm": {"optimizer_state"},
     "species_fabric": {"examples_repeated"},
     "topics_bert": {"weights"},
@@ -186,7 +185,11 @@ def test_scripts_in_four_tools(name: str, tmp_path: Path) -> None:
     args = case["args"].replace("{out}", "out").split()
     done, found = doctor(tmp_path, "--checkpoints", "out", "--resume-args", again, str(SCRIPTS / f"{name}.py"), *args)
     assert done.returncode == (DIFFERENT if case["faulty"] else SAME), done.stdout + done.stderr
-    assert {one["cause"] for one in found["findings"]} == FOUND.get(name, set())
+    causes = {one["cause"] for one in found["findings"]}
+    if name == "sentiment":  # the first epoch's order: which of its examples were used depends on the last save
+        assert causes in ({"examples_reordered"}, {"examples_repeated"})
+    else:
+        assert causes == FOUND.get(name, set())
     assert not (tmp_path / "out").exists()  # it was not there before
 
 
