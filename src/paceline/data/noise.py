@@ -118,9 +118,15 @@ class Noise:
         finally:
             self._thread.micro_batch = before
 
-    def suspended(self) -> AbstractContextManager[None]:
-        """Draw from torch's generators within the context, as in an evaluation or an update."""
-        return self._computing(None)
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Draw from torch's generators within the context, as in an evaluation or an update. Also in a backward."""
+        before, self._thread.suspended = self._thread.suspended, True
+        try:
+            with self._computing(None):
+                yield
+        finally:
+            self._thread.suspended = before
 
     def for_closure(self, streams: Streams, request: Request, part: Part, call: int) -> AbstractContextManager[None]:
         """A context for a closure that computes a micro-batch. call: number of the closure's backward call."""
@@ -143,7 +149,8 @@ class Noise:
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Call a function that may draw."""
         micro_batch = self._thread.micro_batch
-        if micro_batch is None and (_override.past or not self._thread.has_mode):
+        inside_backward = _override.past or not self._thread.has_mode
+        if micro_batch is None and inside_backward and not self._thread.suspended:
             micro_batch = self._latest  # in a backward: a repeated draw is found by its token
         # The mode is also active in a loader's forked workers: they draw from torch's generators.
         if micro_batch is None or os.getpid() != self._process:
@@ -187,6 +194,7 @@ class Noise:
 
 class _ThreadState(threading.local):
     has_mode = False  # has this thread entered a NoiseMode?
+    suspended = False  # is this thread in `suspended`?
     micro_batch: MicroBatchDraws | None = None  # the micro-batch that this thread computes
 
     def __init__(self) -> None:

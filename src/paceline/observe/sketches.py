@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,9 +27,9 @@ _CHUNK = 4096  # rows that are converted to float64 at once
 
 @lru_cache(maxsize=256)
 def _signs(count: int, seed: int) -> Tensor:
-    """(count, ROWS) of -1 and 1."""
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 2, (count, ROWS), generator=draw, dtype=torch.int8).mul_(2).sub_(1)
+    """(count, ROWS) of -1 and 1. Drawn by NumPy, because a mode may change torch's draws."""
+    drawn = np.random.Generator(np.random.PCG64(seed)).integers(0, 2, (count, ROWS), dtype=np.int8)
+    return torch.from_numpy(drawn).mul_(2).sub_(1)
 
 
 def sketch(tensor: Tensor) -> Tensor:

@@ -1,0 +1,65 @@
+"""Sketches: linear, of the right size, and the same wherever they are made."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.data.draws import RowKeys
+from paceline.data.noise import MicroBatchDraws
+from paceline.observe.sketches import ROWS, WHOLE, sketch
+from paceline.verify.plain_worker.step_draws import StepDraws
+
+
+def test_a_small_tensor_stays_as_it_is() -> None:
+    small = torch.randn(WHOLE)
+    assert sketch(small) is small
+
+
+def test_a_sketch_is_linear_and_keeps_norms() -> None:
+    one, other = torch.randn(2, 300, 500, dtype=torch.float64)
+    both = sketch(2 * one - other)
+    torch.testing.assert_close(both, 2 * sketch(one) - sketch(other))
+    expected = (2 * one - other).norm()
+    assert abs(float(both.norm() / expected) - 1) < 5 * (2 / ROWS) ** 0.5
+
+
+def test_a_sketch_in_a_backward_is_that_of_anywhere_else() -> None:
+    """verify sketches gradients in hooks, while the draws of a step are keyed by its examples."""
+    sketch.__globals__["_signs"].cache_clear()
+    draws = StepDraws()
+    draws.begin_batch(0, np.arange(8, dtype=np.uint64), (8,))
+    weight = nn.Parameter(torch.ones(64, 100))
+    made: list[Tensor] = []
+
+    def hook(grad: Tensor) -> None:
+        with draws.suspended():
+            made.append(sketch(grad))
+
+    weight.register_hook(hook)
+    try:
+        (weight * 3).sum().backward()
+    finally:
+        draws.close()
+    sketch.__globals__["_signs"].cache_clear()
+    torch.testing.assert_close(made[0], sketch(torch.full((64, 100), 3.0)))
+
+
+def test_suspended_draws_in_a_backward_are_torchs() -> None:
+    draws = StepDraws()
+    draws.begin_batch(0, np.arange(8, dtype=np.uint64), (8,))
+    draws._latest = MicroBatchDraws(RowKeys(8, lambda: np.arange(8, dtype=np.uint64)), 1, is_whole=False)
+    weight = nn.Parameter(torch.ones(3))
+    made: list[Tensor] = []
+
+    def hook(_: Tensor) -> None:
+        with draws.suspended():
+            made.append(torch.randn(8, 2, generator=torch.Generator().manual_seed(5)))
+
+    weight.register_hook(hook)
+    try:
+        weight.sum().backward()
+    finally:
+        draws.close()
+    torch.testing.assert_close(made[0], torch.randn(8, 2, generator=torch.Generator().manual_seed(5)))
