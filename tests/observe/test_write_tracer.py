@@ -47,7 +47,12 @@ def tracer(tmp_path: Path) -> Iterator[tuple[WriteTracer, Path, list[Any], Patch
     before = sys.gettrace()
     sys.settrace(None)  # a measurement of coverage
     tracer = WriteTracer(
-        ScriptStack([str(path)]), model.parameters, patches, lambda: True, lambda frame, value: returned.append(value)
+        ScriptStack([str(path)]),
+        model.parameters,
+        patches,
+        lambda: True,
+        lambda frame: None,
+        lambda frame, value: returned.append(value),
     )
     yield tracer, path, [model, returned], patches
     tracer.stop()
@@ -60,7 +65,12 @@ def test_writes_and_collectives_have_their_lines_in_order(tracer: Any, monkeypat
     patches.undo()
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
     watch = WriteTracer(
-        ScriptStack([str(path)]), model.parameters, patches, lambda: True, lambda frame, value: returned.append(value)
+        ScriptStack([str(path)]),
+        model.parameters,
+        patches,
+        lambda: True,
+        lambda frame: None,
+        lambda frame, value: returned.append(value),
     )
     runpy.run_path(str(path), {"tracer": watch, "model": model})
     watch.stop()

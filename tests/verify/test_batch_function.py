@@ -98,7 +98,7 @@ def test_batches_are_recorded_and_replaced_in_every_style(style: str, tmp_path: 
     path.write_text(HEAD + STYLES[style])
     stack = ScriptStack([str(path)])
     stored: list[list[Any]] = []
-    finder = BatchFunctionFinder(stored.append)
+    finder = BatchFunctionFinder(lambda: None, stored.append)
 
     def trace(frame: Any, event: str, value: Any) -> Any:
         if event == "return":
@@ -130,7 +130,7 @@ def test_batches_are_recorded_and_replaced_in_every_style(style: str, tmp_path: 
 
 def test_a_function_that_does_not_feed_the_model_is_not_taken(tmp_path: Path) -> None:
     stored: list[Any] = []
-    finder = BatchFunctionFinder(stored.append)
+    finder = BatchFunctionFinder(lambda: None, stored.append)
     path = tmp_path / "train.py"
     path.write_text(HEAD)
     kept: dict[str, Any] = {}

@@ -44,6 +44,7 @@ class WriteTracer:
         stack: finds the script's frames.
         parameters: returns the parameters to watch.
         active: returns whether to trace now.
+        on_call: called with the frame when a function of the script is called, or a generator continues.
         on_return: called with the frame and the value when a function of the script returns or yields.
     """
 
@@ -53,10 +54,11 @@ class WriteTracer:
         parameters: Callable[[], Iterable[Tensor]],
         patches: Patches,
         active: Callable[[], bool],
+        on_call: Callable[[FrameType], None],
         on_return: Callable[[FrameType, Any], None],
     ) -> None:
         self._stack, self._parameters, self._active = stack, parameters, active
-        self._on_return = on_return
+        self._on_call, self._on_return = on_call, on_return
         self.entries: list[list[Any]] = []  # [kind, the name of the call or "", Stack]
         self._known: list[Any] = []
         self._line: Stack = []  # the line that runs now
@@ -107,7 +109,11 @@ class WriteTracer:
             self._add(kind, name, self._script_stack(frame))
 
     def _trace_call(self, frame: FrameType, event: str, _: Any) -> Any:
-        return self._trace_line if self._stack.owns(frame.f_code.co_filename) else None
+        if not self._stack.owns(frame.f_code.co_filename):
+            return None
+        if self.on and self._active():
+            self._on_call(frame)
+        return self._trace_line
 
     def _trace_line(self, frame: FrameType, event: str, value: Any) -> Any:
         if not self.on:

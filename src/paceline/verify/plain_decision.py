@@ -26,7 +26,14 @@ from paceline.verify.comparison import without_kinks
 from paceline.verify.differences import differences, differences_computed
 from paceline.verify.hypotheses import Explanation, explain, is_multiple, total
 from paceline.verify.plain_location import locate
-from paceline.verify.plain_subject import SubjectRun, batches_per_update, between_updates, by_backward, listed
+from paceline.verify.plain_subject import (
+    SubjectRun,
+    batches_ahead,
+    batches_per_update,
+    between_updates,
+    by_backward,
+    listed,
+)
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SINGLE, Runs
 from paceline.verify.tolerances import Difference, Tolerances, norm
@@ -37,6 +44,9 @@ _NOT_COMPARED = {
     *("same_noise", "padded_evaluation", "local_metric", "mean_of_means", "scheduler_steps", "schedule_length"),
     *("lr_scaled_alone", "gradients_dropped", "accumulation", "clip_before_unscale"),
 }
+
+
+_COMPARABLE = 0.1  # the largest difference of a gradient, in parts of its norm, that "the same" allows
 
 
 def decide_plain(runs: Runs, ours: RunRecord) -> Answer:
@@ -199,13 +209,14 @@ class _PlainComparison:
         found, why = self._runs.run_single_process("C", SINGLE, **self._how)
         if found is None:
             return None, f"the script could not run in one process: {why}"
-        mine, theirs = batches_per_update(self._ours), batches_per_update(found)
+        ahead = batches_ahead(self._ours)
+        mine, theirs = batches_per_update(self._ours), batches_per_update(found, ahead)
         if mine != theirs and theirs == mine * self._processes:
             self._how["separate_batches"] = True
             found, why = self._runs.run_single_process("S", SINGLE, **self._how)
             if found is None:
                 return None, f"the script could not run in one process: {why}"
-            theirs = batches_per_update(found) / self._processes
+            theirs = batches_per_update(found, ahead) / self._processes
         self._skipped = self._first_skip(found)
         if mine != theirs and self._skipped is not None:
             return found, ""
@@ -335,6 +346,13 @@ class _PlainComparison:
                     worst = max(
                         worst, (norm(mine[name] - theirs[name]) / size, tolerances.gradient(name, theirs) / size, name)
                     )
+        if worst[0] > _COMPARABLE:
+            return _unknown(
+                f"a gradient of your run differs by {worst[0]:.2g} of its norm ({worst[2]}), and so does one process "
+                "from itself: the script draws random numbers that verify cannot repeat, or amplifies rounding.",
+                ours.name,
+                whole.name,
+            )
         text = (
             f"the same. {steps} updates of {self._processes} processes are those of one process that computes the same "
             f"examples."

@@ -167,9 +167,15 @@ def between_updates(record: RunRecord) -> list[int]:
     return [after - before for before, after in pairwise(yields)]
 
 
-def batches_per_update(record: RunRecord) -> float:
-    """The number of batches of a rank between two updates, in the last steps."""
+def batches_per_update(record: RunRecord, ahead: float = 0) -> float:
+    """The number of batches of a rank between two updates, in the last steps. ahead: batches fetched ahead."""
     yields = [step["yields"] for step in record.ranks[0]["steps"]]
     if len(yields) == 1:
-        return float(yields[0])
+        return float(yields[0] - ahead)
     return (yields[-1] - yields[0]) / (len(yields) - 1)
+
+
+def batches_ahead(record: RunRecord) -> float:
+    """The number of batches that the script has fetched ahead of an update. 0 if one update does not show it."""
+    yields = [step["yields"] for step in record.ranks[0]["steps"]]
+    return yields[0] - batches_per_update(record) if len(yields) > 1 else 0.0

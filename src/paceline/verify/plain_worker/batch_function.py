@@ -14,6 +14,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -33,11 +34,19 @@ class BatchFunctionFinder:
     """Finds the batch function of a run.
 
     Args:
+        begin: called when the function begins to make a batch.
         store: called with (tensors and numbers, in order) for each batch.
+        evaluating: the context of calls without gradients, whose random numbers are not those of a training step.
     """
 
-    def __init__(self, store: Callable[[list[Any]], None]) -> None:
-        self._store = store
+    def __init__(
+        self,
+        begin: Callable[[], None],
+        store: Callable[[list[Any]], None],
+        evaluating: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._begin, self._store, self._evaluating = begin, store, evaluating
+        self._evaluations: list[AbstractContextManager[Any]] = []  # under way
         self._code: types.CodeType | None = None
         self._returned: deque[tuple[types.CodeType, Any]] = deque(maxlen=_KEPT)
         self.searching = True
@@ -49,8 +58,20 @@ class BatchFunctionFinder:
             return None
         return {"file": code.co_filename, "line": code.co_firstlineno, "name": code.co_qualname}
 
+    def on_call(self, frame: types.FrameType) -> None:
+        """A function of the script is called, or continues."""
+        if frame.f_code is not self._code:
+            return
+        if torch.is_grad_enabled():
+            self._begin()
+        else:
+            self._evaluations.append(self._evaluating())
+            self._evaluations[-1].__enter__()
+
     def on_return(self, frame: types.FrameType, value: Any) -> None:
         """A function of the script has returned or yielded a value."""
+        if frame.f_code is self._code and self._evaluations:
+            self._evaluations.pop().__exit__(None, None, None)
         if value is None or not torch.is_grad_enabled():
             return
         if self.searching:
@@ -80,12 +101,19 @@ class BatchFunctionReplacer:
         batches: yields the tensors and numbers of each batch.
         stack: finds the script's frames.
         active: returns whether to replace batches now.
+        calling: the context of the function's calls, whose random numbers are not those of a training step.
     """
 
     def __init__(
-        self, name: Name, batches: Callable[[], list[Any]], stack: ScriptStack, active: Callable[[], bool]
+        self,
+        name: Name,
+        batches: Callable[[], list[Any]],
+        stack: ScriptStack,
+        active: Callable[[], bool],
+        calling: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._name, self._batches, self._stack, self._active = name, batches, stack, active
+        self._calling = calling
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None:
             if stack.owns(frame.f_code.co_filename):
@@ -124,13 +152,19 @@ class BatchFunctionReplacer:
         return None
 
     def _call(self, original: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        result = original(*args, **options)
+        with self._calling():
+            result = original(*args, **options)
         if isinstance(result, types.GeneratorType):
             return self._yields(result)
         return self._replaced(result)
 
     def _yields(self, values: Iterator[Any]) -> Iterator[Any]:
-        for value in values:
+        while True:
+            with self._calling():
+                try:
+                    value = next(values)
+                except StopIteration:
+                    return
             yield self._replaced(value)
 
     def _replaced(self, value: Any) -> Any:

@@ -31,6 +31,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from types import FrameType
@@ -116,6 +117,7 @@ class PlainRecorder:
         self._norm: float | None = None  # of the gradients before clipping
         self._before_clipping: dict[str, Tensor] = {}
         self._in_forward: nn.Module | None = None  # the outermost module of the current forward
+        self._evaluation: tuple[nn.Module, AbstractContextManager[None]] | None = None  # the current evaluation
         self._depth = 0  # nested calls of optimizers' `step`
         self._precision = "fp32"
         self._problem = ""  # why the runs cannot be compared
@@ -131,9 +133,18 @@ class PlainRecorder:
         self._lengths: dict[str, int] = {}  # name of a loader -> its length
         self._replay_repeats = self._replay.repeats if self._replay is not None else 1
         self._wrapped: Any = weakref.WeakSet()  # modules in a DistributedDataParallel
-        self._function = BatchFunctionFinder(lambda parts: self._loaders.record_function(parts))
+        self._function = BatchFunctionFinder(
+            begin=lambda: self._loaders.before_fetch(),
+            store=lambda parts: self._loaders.record_function(parts),
+            evaluating=self.draws.suspended,
+        )
         self._tracer = WriteTracer(
-            stack, self._trained_parameters, self._patches, self._is_active, self._function.on_return
+            stack,
+            self._trained_parameters,
+            self._patches,
+            self._is_active,
+            self._function.on_call,
+            self._function.on_return,
         )
         self._graph_lines = GraphLines(stack) if spec.is_subject else None
         folder = spec.directory if spec.is_subject else self._reference
@@ -141,7 +152,7 @@ class PlainRecorder:
         self._install()
         name = None if spec.is_subject else self._subject[0]["batch_function"]
         if name is not None:
-            BatchFunctionReplacer(name, self._loaders.function_batch, stack, self._is_active)
+            BatchFunctionReplacer(name, self._loaders.function_batch, stack, self._is_active, self.draws.suspended)
         elif spec.is_subject:
             self._tracer.start()
         atexit.register(self.finish)
@@ -231,7 +242,10 @@ class PlainRecorder:
     # --- forwards and backwards
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        if not torch.is_grad_enabled() or not self._is_active():
+        if not self._is_active():
+            return None
+        if not torch.is_grad_enabled():
+            self._before_evaluation(module)
             return None
         if not self._steps:
             self._note_precision(module)
@@ -249,17 +263,24 @@ class PlainRecorder:
         if self._function.searching and self._spec.is_subject:
             # a global hook gets no keyword arguments: they are in the frame of the module's call
             options = sys._getframe(1).f_locals.get("kwargs", {})
-            with self.draws.suspended():
-                self._function.searching = self._loaders.none_used
-                if self._function.searching:
-                    self._function.find((args, options))
+            self._function.searching = self._loaders.none_used
+            if self._function.searching:
+                self._function.find((args, options))
         inputs = list(tensors_in(args))
         self._current.setdefault("inputs", []).append([digest(one) for one in inputs])
         self._current["elements"] = self._current.get("elements", 0) + sum(one.numel() for one in inputs)
-        with self.draws.suspended():
-            return self._loaders.inputs(args)
+        return self._loaders.inputs(args)
+
+    def _before_evaluation(self, module: nn.Module) -> None:
+        """Rank 0 alone may evaluate: the numbers of its draws must not shift those of the next training step."""
+        if self._evaluation is None and not module.training:
+            self._evaluation = module, self.draws.suspended()
+            self._evaluation[1].__enter__()
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        if self._evaluation is not None and self._evaluation[0] is module:
+            self._evaluation[1].__exit__(None, None, None)
+            self._evaluation = None
         if self._in_forward is module:
             self._in_forward = None
             self._tracer.in_forward = False
