@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -122,29 +123,22 @@ def judge(tool: str, script: Path, steps: int) -> dict[str, Any]:
     return {"code": done.returncode, "causes": causes, "lines": lines, "seconds": seconds, "text": done.stdout[:600]}
 
 
-def run(tools: list[str], only: list[str], steps: int) -> None:
+def run(tools: list[str], only: list[str], steps: int, jobs: int) -> None:
     known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cases": {}}
     known |= {"command": "python benchmarks/silentdist/score.py run", "machine": machine(), "steps": steps}
     known["time"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    for folder, case in cases(only):
-        for tool in tools:
-            for twin in ("faulty", "healthy"):
-                record = known["cases"].setdefault(
-                    folder.name, {"kind": case["kind"], "blind": case.get("blind", False)}
-                )
-                found = record[f"{tool} {twin}"] = judge(tool, folder / f"{twin}.py", steps)
-                print(
-                    folder.name,
-                    tool,
-                    twin,
-                    found["code"],
-                    found["causes"],
-                    found["lines"],
-                    found["seconds"],
-                    flush=True,
-                )
-                known["figures"] = all_figures(known)
-                RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+    todo = [
+        (folder, case, tool, twin) for folder, case in cases(only) for tool in tools for twin in ("faulty", "healthy")
+    ]
+    with ThreadPoolExecutor(jobs) as pool:
+        made = pool.map(lambda one: judge(one[2], one[0] / f"{one[3]}.py", steps), todo)
+        for (folder, case, tool, twin), found in zip(todo, made, strict=True):
+            record = known["cases"].setdefault(folder.name, {"kind": case["kind"]})
+            record["blind"] = case.get("blind", False)
+            record[f"{tool} {twin}"] = {**found, "at_once": jobs}
+            print(folder.name, tool, twin, found["code"], found["causes"], found["lines"], found["seconds"], flush=True)
+            known["figures"] = all_figures(known)
+            RESULTS.write_text(json.dumps(known, indent=1) + "\n")
 
 
 COLUMNS = (
@@ -210,9 +204,10 @@ def main() -> None:
     parser.add_argument("--tools", nargs="+", default=["verify", "doctor"])
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--jobs", type=int, default=1, help="scripts at once; the seconds are longer then")
     options = parser.parse_args()
     if options.what == "run":
-        run(options.tools, options.only, options.steps)
+        run(options.tools, options.only, options.steps, options.jobs)
         return
     print(table(json.loads(RESULTS.read_text())), end="")
 
