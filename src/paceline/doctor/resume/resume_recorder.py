@@ -5,7 +5,8 @@ Each call of an optimizer's `step` is one update. The event "update" has these f
 optimizer       the optimizer's number, in the order of the first updates
 state           {group: {name: [digest, dtype, *some elements]}} before the update. The groups are "weight" and
                 "buffer", "copy" for modules with the shapes of a trained model (a moving average), all at the first
-                forward since the last update; and the keys of the optimizer's state ("exp_avg")
+                forward since the last update, or before an update without a forward; and the keys of the optimizer's
+                state ("exp_avg")
 options         the numbers of each parameter group, with the learning rate
 scale           the scale of each GradScaler
 inputs          for each forward since the last update: the digest of each row of its inputs that need no gradient
@@ -157,12 +158,15 @@ class _ResumeRecorder:
     # --- updates
 
     def _before_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self._depth += 1
         if self._depth > 1 or not self._log.active:
             return
         if self._order["steps"] is not None and self._updates >= self._order["steps"]:
             raise StepLimitReached(0)
         with self._log.overhead():
+            if not self._state and closure is None:  # this is the second update since a forward
+                self._state = self._state_of_models()
             self._before = {
                 "optimizer": self._trained.number_of(optimizer),
                 "options": [_numbers(group) for group in optimizer.param_groups],
@@ -233,7 +237,7 @@ class _ResumeRecorder:
                 "update",
                 now=True,
                 **self._before,
-                state={**(self._state or self._state_of_models()), **self._moments_by_name(optimizer)},
+                state={**self._state, **self._moments_by_name(optimizer)},
                 inputs=self._inputs,
                 indices=self._indices,
                 random=self._random,
