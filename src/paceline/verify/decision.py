@@ -32,7 +32,12 @@ from paceline.verify.differences import differences_before
 from paceline.verify.evidence_runs import gather_evidence
 from paceline.verify.plain_decision import decide_plain
 from paceline.verify.rank_disagreement import cause_from_ranks
-from paceline.verify.run_level_answers import answer_for_failed_run, answer_for_independent_replicas, no_run
+from paceline.verify.run_level_answers import (
+    answer_for_failed_run,
+    answer_for_independent_replicas,
+    disk_notes,
+    no_run,
+)
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import Runs
 from paceline.verify.tolerances import Difference, norm
@@ -154,12 +159,7 @@ def _with_notes(c: Comparison, answer: Answer) -> Answer:
     """Add notes to the answer: comparisons that were not possible, and other observations."""
     answer.steps = c.subject.steps
     answer.notes += c.notes
-    if c.subject.ranks[0]["full"]:
-        said = (
-            f"only {answer.steps} steps were compared: the disk for temporary files cannot hold the states of more. "
-            "Point TMPDIR to a larger disk"
-        )
-        answer.notes.append(claim_from(said, c.subject))
+    answer.notes += disk_notes(c.subject)
     compared = [record for record in (c.subject, c.whole_batches, c.again_whole) if record is not None]
     answer.indeterminate = sorted(c.tolerances.indeterminate)
     if answer.indeterminate:

@@ -2,7 +2,7 @@
 
 A    the script as it is, on n ranks
 C    the script in one process: each batch has the examples of all ranks. Each update starts from the state of A.
-S    instead of C, if one process needs n times as many batches for an update: the batches of the ranks one by one
+S    instead of C, if an update of one process takes n times the batches: the batches of the ranks one by one
 C2   C with the examples in reverse order and with different rounding, for the tolerances (tolerances.py)
 C3   C with different rounding only. C4: C again
 Pr   the script in one process, with the examples of rank r only, up to the first update that differs. Made only if A
@@ -34,6 +34,7 @@ from paceline.verify.plain_subject import (
     by_backward,
     listed,
 )
+from paceline.verify.run_level_answers import disk_notes
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SINGLE, Runs
 from paceline.verify.tolerances import Difference, Tolerances, norm
@@ -72,7 +73,7 @@ class _PlainComparison:
     def answer(self) -> Answer:
         answer = self._answer()
         answer.steps = answer.steps or self._ours.steps
-        answer.notes += self._notes
+        answer.notes += [*self._notes, *disk_notes(self._ours)]
         return answer
 
     def _answer(self) -> Answer:
@@ -264,7 +265,7 @@ class _PlainComparison:
         return Answer(DIFFERENT, [claim_from(text, self._ours, whole)], step, "updates", None, "steps_differ")
 
     def _with_other_examples(self, whole: RunRecord) -> int | None:
-        """The first step in which C has other examples than A; None if there is none."""
+        """The first step with different examples in A and C, or None."""
         if "separate_batches" in self._how:
             return None
         for step in range(min(self._ours.steps, whole.steps)):
@@ -348,8 +349,9 @@ class _PlainComparison:
                     )
         if worst[0] > _COMPARABLE:
             return _unknown(
-                f"a gradient of your run differs by {worst[0]:.2g} of its norm ({worst[2]}), and so does one process "
-                "from itself: the script draws random numbers that verify cannot repeat, or amplifies rounding.",
+                f"a gradient of your run differs by {worst[0]:.2g} of its norm ({worst[2]}), and two runs of one "
+                f"process allow {worst[1]:.2g}. So the script draws random numbers that verify cannot repeat, or "
+                "amplifies rounding.",
                 ours.name,
                 whole.name,
             )
@@ -448,8 +450,11 @@ class _PlainComparison:
             return False
         if self._subject.averages_weights():
             return True
-        reduces = "wrapper" in self._ours.ranks[0]["made"]  # DistributedDataParallel is there to average gradients
-        return not reduces and len(cause.names) == len(self._ours.parameters) and self._fault is None
+        made, steps = self._ours.ranks[0]["made"], self._ours.step_records(0)
+        asked = "comm_hook" in made or any("no_sync" in record.get("lines", ()) for record in steps)
+        if "wrapper" in made and not asked:  # DistributedDataParallel is there to average gradients
+            return False
+        return len(cause.names) == len(self._ours.parameters) and self._fault is None
 
     def _local_sgd(self) -> Answer:
         if not self._subject.averages_weights():
@@ -476,7 +481,7 @@ class _PlainComparison:
         return next((fault for fault in self._faults if fault["cause"] not in known), None)
 
     def _beyond(self, same: Answer) -> Answer:
-        """The answer if the updates are the same: a fault that they do not show, or `same`."""
+        """The answer if the updates are the same: a fault beyond the updates, or `same`."""
         fault = next((fault for fault in self._faults if fault["cause"] in _NOT_COMPARED), None)
         if fault is None:
             return same

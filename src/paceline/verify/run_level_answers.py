@@ -21,6 +21,17 @@ _ERRORS = {  # words of an error that Paceline raises for a fault -> the key of 
 }
 
 
+def disk_notes(subject: RunRecord) -> list[Claim]:
+    """A note if the disk could not hold the states of more steps."""
+    if not subject.ranks[0]["full"]:
+        return []
+    text = (
+        f"only {subject.steps} steps were compared: the disk for temporary files cannot hold the states of more. Point "
+        "TMPDIR to a larger disk"
+    )
+    return [claim_from(text, subject)]
+
+
 def answer_for_failed_run(runs: Runs, why: str) -> Answer:
     """The answer if the subject run failed."""
     records = [record for rank in range(runs.start.processes) if (record := _rank(runs, rank)) is not None]

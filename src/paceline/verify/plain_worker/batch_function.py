@@ -36,7 +36,7 @@ class BatchFunctionFinder:
     Args:
         begin: called when the function begins to make a batch.
         store: called with (tensors and numbers, in order) for each batch.
-        evaluating: the context of calls without gradients, whose random numbers are not those of a training step.
+        evaluating: the context of calls without gradients. They draw no random numbers of a training step.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class BatchFunctionReplacer:
         batches: yields the tensors and numbers of each batch.
         stack: finds the script's frames.
         active: returns whether to replace batches now.
-        calling: the context of the function's calls, whose random numbers are not those of a training step.
+        calling: the context of the function's calls. They draw no random numbers of a training step.
     """
 
     def __init__(

@@ -121,7 +121,7 @@ class PlainRecorder:
         self._depth = 0  # nested calls of optimizers' `step`
         self._precision = "fp32"
         self._problem = ""  # why the runs cannot be compared
-        self._disk_full = False  # whether the disk cannot hold the files of this run
+        self._last = spec.steps  # the number of updates to record
         self._rates: list[list[float]] = []  # the learning rates that this run computed itself
         self._pid = os.getpid()
         self._written = False
@@ -184,6 +184,7 @@ class PlainRecorder:
         if self._spec.is_subject:
             self._patches.before(DistributedDataParallel, "__init__", self._note_wrapper)
             self._patches.before(DistributedDataParallel, "no_sync", lambda _: self._note_line("no_sync"))
+            self._patches.before(DistributedDataParallel, "register_comm_hook", partial(self._note_made, "comm_hook"))
             self._patches.before(DataLoader, "__init__", self._note_loader)
             self._patches.before(torch.optim.Optimizer, "__init__", partial(self._note_made, "optimizer"))
             self._patches.before(DistributedSampler, "__init__", partial(self._note_made, "sampler"))
@@ -272,9 +273,9 @@ class PlainRecorder:
         return self._loaders.inputs(args)
 
     def _before_evaluation(self, module: nn.Module) -> None:
-        """Rank 0 alone may evaluate: the numbers of its draws must not shift those of the next training step."""
-        if self._evaluation is None and not module.training:
-            self._evaluation = module, self.draws.suspended()
+        """Rank 0 alone may evaluate: its draws must not shift the numbers of the next training step."""
+        if self._evaluation is None and self._in_forward is None and not module.training:
+            self._evaluation = module, self.draws.aside()
             self._evaluation[1].__enter__()
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
@@ -477,8 +478,8 @@ class PlainRecorder:
             current["state_digests"] = {key: digest(value) for key, value in of_optimizer.items()}
             state = {**found, **of_optimizer}
             if not step:
-                self._check_disk(state)
-            if self._rank == 0 and not self._disk_full:
+                self._limit_steps(state)
+            if self._rank == 0:
                 save_tensors(state, self._path(f"state-{step + 1}"))
         else:
             path = os.path.join(self._reference, f"state-{step + 1}.safetensors")
@@ -495,23 +496,16 @@ class PlainRecorder:
         self._current = new_step_record(0, len(self._steps))
         self._backwards, self._local = 0, []
         self._lines, self._losses, self._norm, self._before_clipping = {}, [], None, {}
-        if len(self._steps) >= self._spec.steps or self._disk_full:
+        if len(self._steps) >= self._last:
             self._loaders.recording = False
             self.finish()
             raise TrialEnded(0)
 
-    def _check_disk(self, state: Mapping[str, Tensor]) -> None:
-        """End the run if the disk cannot hold its files. All ranks see the same sizes and the same disk."""
+    def _limit_steps(self, state: Mapping[str, Tensor]) -> None:
+        """Record no more updates than the disk can hold. All ranks see the same sizes and the same disk."""
         tensors = [*state.values(), *self._trained_parameters()]  # a gradient has the size of its parameter
-        steps, needed = self._spec.steps, self._spec.steps * sum(tensor.nbytes for tensor in tensors)
-        folder, space = self._spec.directory, disk_space(self._spec.directory)
-        if needed > space:
-            self._disk_full = True
-            self._problem = self._problem or (
-                f"the weights, gradients and optimizer states of {steps} updates need {needed / 1e9:.1f} GB, "
-                f"and the disk of {os.path.dirname(folder)} has {max(space, 0) / 1e9:.1f} GB left. Give "
-                "fewer --steps, or point TMPDIR to a larger disk"
-            )
+        fit = disk_space(self._spec.directory) // max(1, sum(tensor.nbytes for tensor in tensors))
+        self._last = max(1, min(self._last, fit))
 
     def _path(self, name: str) -> str:
         return os.path.join(self._spec.directory, f"{name}.safetensors")
@@ -549,7 +543,7 @@ class PlainRecorder:
             "loss_nodes": self._loss_nodes,
             "strategy": None,
             "shards": 1,
-            "full": False,
+            "full": len(self._steps) == self._last < self._spec.steps,
             "unfinished": None,
             "norms": [],
         }
