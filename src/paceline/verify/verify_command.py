@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-import time
 from typing import Any
 
 from paceline.doctor.doctor_command import DoctorOptions, examine
@@ -29,11 +28,10 @@ from paceline.trials.spec import TrialSpec
 from paceline.trials.start import Length, Start
 from paceline.trials.trial import check_script, launch_trial, plan_trial, quiet_output
 from paceline.verify.decision import decide
-from paceline.verify.runs import SUBJECT, Runs, VerifyOptions, describe_run
+from paceline.verify.runs import Runs, VerifyOptions, describe_run
 
 PLAIN_WORKER = "paceline.verify.plain_worker.rank_program"
-_EPOCHS = 4  # doctor watches this many times the steps of a comparison: some faults show in a second epoch only
-_SHORT = 30.0  # seconds of the subject run; if it is longer, doctor watches as many steps as it made
+_WATCHED = 24  # doctor watches more steps than a short comparison: some faults show in a second epoch only
 
 
 def verify(options: VerifyOptions) -> int:
@@ -74,7 +72,6 @@ class LaunchedRuns(Runs):
     def __init__(self, options: VerifyOptions, nproc: int, folder: str, interrupts: Interrupts) -> None:
         super().__init__(options, nproc, folder, device_count)
         self._interrupts = interrupts
-        self._seconds: dict[str, float] = {}  # of each run
         self.length = Length(options.steps, 0, options.deadline)
 
     def launch_run(self, name: str, start: Start, spec: TrialSpec) -> str | None:
@@ -82,16 +79,13 @@ class LaunchedRuns(Runs):
         streams.write(sys.stderr, f"{name}: {describe_run(name)}{strategy} ...\n")
         with quiet_output() as output:
             worker = PLAIN_WORKER if self.plain else None
-            began = time.monotonic()
-            failed = launch_trial(
+            return launch_trial(
                 self.options.script, start, self.length, spec, self._interrupts, output, tidy=True, worker=worker
             )
-            self._seconds[name] = time.monotonic() - began
-            return failed
 
     def find_faults(self) -> list[dict[str, Any]]:
         streams.write(sys.stderr, "doctor: the script, watched by paceline doctor ...\n")
         script = self.options.script
-        steps = self.options.steps * (_EPOCHS if self._seconds[SUBJECT] < _SHORT else 1)
+        steps = max(_WATCHED, self.options.steps)
         options = DoctorOptions(script.path, script.args, self.nproc, script.module, steps, self.options.deadline)
         return [found.as_json() for found in examine(options, self._interrupts) if found.about.kind == MODEL]
