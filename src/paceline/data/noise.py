@@ -112,21 +112,17 @@ class Noise:
 
     @contextmanager
     def _computing(self, micro_batch: MicroBatchDraws | None) -> Iterator[None]:
-        before, self._thread.micro_batch = self._thread.micro_batch, micro_batch
+        thread = self._thread
+        before = thread.micro_batch, thread.suspended
+        thread.micro_batch, thread.suspended = micro_batch, micro_batch is None
         try:
             yield
         finally:
-            self._thread.micro_batch = before
+            thread.micro_batch, thread.suspended = before
 
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
+    def suspended(self) -> AbstractContextManager[None]:
         """Draw from torch's generators within the context, as in an evaluation or an update. Also in a backward."""
-        before, self._thread.suspended = self._thread.suspended, True
-        try:
-            with self._computing(None):
-                yield
-        finally:
-            self._thread.suspended = before
+        return self._computing(None)
 
     def for_closure(self, streams: Streams, request: Request, part: Part, call: int) -> AbstractContextManager[None]:
         """A context for a closure that computes a micro-batch. call: number of the closure's backward call."""
@@ -149,8 +145,7 @@ class Noise:
     def call(self, func: Any, name: str, args: Any, kwargs: Any) -> Any:
         """Call a function that may draw."""
         micro_batch = self._thread.micro_batch
-        inside_backward = _override.past or not self._thread.has_mode
-        if micro_batch is None and inside_backward and not self._thread.suspended:
+        if micro_batch is None and not self._thread.suspended and (_override.past or not self._thread.has_mode):
             micro_batch = self._latest  # in a backward: a repeated draw is found by its token
         # The mode is also active in a loader's forked workers: they draw from torch's generators.
         if micro_batch is None or os.getpid() != self._process:

@@ -14,8 +14,8 @@ loader works, and another while a step is computed.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from paceline.data.noise import MicroBatchDraws, Noise
 from paceline.data.randomness import mix
 
 _STEP = 0x5EED  # the seed of the generators while a step is computed
+_ASIDE = 1 << 31  # the number of the first draw in `aside`
 
 
 class StepDraws(Noise):
@@ -59,6 +60,19 @@ class StepDraws(Noise):
         self._latest = self._thread.micro_batch = MicroBatchDraws(rows, seed, is_whole=False)
         self._data_state = _generator_states()
         seed_generators(seed)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Draw without a shift of the numbers of later draws: only some ranks may evaluate before a training step."""
+        micro_batch = self._thread.micro_batch
+        if micro_batch is None:
+            yield
+            return
+        before, micro_batch.next = micro_batch.next, _ASIDE
+        try:
+            yield
+        finally:
+            micro_batch.next = before
 
     def begin_loading(self) -> None:
         """A loader is about to work: restore the generators that it uses."""
