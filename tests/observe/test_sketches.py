@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.data.draws import RowKeys
-from paceline.data.noise import MicroBatchDraws
+from paceline.observe import sketches
 from paceline.observe.sketches import ROWS, WHOLE, sketch
 from paceline.verify.plain_worker.step_draws import StepDraws
 
@@ -27,7 +26,7 @@ def test_a_sketch_is_linear_and_keeps_norms() -> None:
 
 def test_a_sketch_in_a_backward_is_that_of_anywhere_else() -> None:
     """verify sketches gradients in hooks, while the draws of a step are keyed by its examples."""
-    sketch.__globals__["_signs"].cache_clear()
+    sketches._signs.cache_clear()
     draws = StepDraws()
     draws.begin_batch(0, np.arange(8, dtype=np.uint64), (8,))
     weight = nn.Parameter(torch.ones(64, 100))
@@ -42,14 +41,13 @@ def test_a_sketch_in_a_backward_is_that_of_anywhere_else() -> None:
         (weight * 3).sum().backward()
     finally:
         draws.close()
-    sketch.__globals__["_signs"].cache_clear()
+    sketches._signs.cache_clear()
     torch.testing.assert_close(made[0], sketch(torch.full((64, 100), 3.0)))
 
 
 def test_suspended_draws_in_a_backward_are_torchs() -> None:
     draws = StepDraws()
     draws.begin_batch(0, np.arange(8, dtype=np.uint64), (8,))
-    draws._latest = MicroBatchDraws(RowKeys(8, lambda: np.arange(8, dtype=np.uint64)), 1, is_whole=False)
     weight = nn.Parameter(torch.ones(3))
     made: list[Tensor] = []
 

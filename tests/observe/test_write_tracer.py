@@ -39,6 +39,21 @@ step(model)
 """
 
 
+CALLED: list[str] = []  # the functions that were called
+
+
+def trace(path: Path, model: torch.nn.Module, returned: list[Any], patches: Patches) -> WriteTracer:
+    CALLED.clear()
+    return WriteTracer(
+        ScriptStack([str(path)]),
+        model.parameters,
+        patches,
+        lambda: True,
+        lambda frame: CALLED.append(frame.f_code.co_name),
+        lambda frame, value: returned.append(value),
+    )
+
+
 @pytest.fixture
 def tracer(tmp_path: Path) -> Iterator[tuple[WriteTracer, Path, list[Any], Patches]]:
     path = tmp_path / "train.py"
@@ -46,14 +61,7 @@ def tracer(tmp_path: Path) -> Iterator[tuple[WriteTracer, Path, list[Any], Patch
     model, returned, patches = torch.nn.Linear(3, 2), [], Patches()
     before = sys.gettrace()
     sys.settrace(None)  # a measurement of coverage
-    tracer = WriteTracer(
-        ScriptStack([str(path)]),
-        model.parameters,
-        patches,
-        lambda: True,
-        lambda frame: None,
-        lambda frame, value: returned.append(value),
-    )
+    tracer = trace(path, model, returned, patches)
     yield tracer, path, [model, returned], patches
     tracer.stop()
     patches.undo()
@@ -64,14 +72,7 @@ def test_writes_and_collectives_have_their_lines_in_order(tracer: Any, monkeypat
     watch, path, (model, returned), patches = tracer
     patches.undo()
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: None)
-    watch = WriteTracer(
-        ScriptStack([str(path)]),
-        model.parameters,
-        patches,
-        lambda: True,
-        lambda frame: None,
-        lambda frame, value: returned.append(value),
-    )
+    watch = trace(path, model, returned, patches)
     runpy.run_path(str(path), {"tracer": watch, "model": model})
     watch.stop()
     found = [(kind, [frame[1] for frame in stack][:2]) for kind, _, stack in watch.take()]
@@ -87,6 +88,7 @@ def test_writes_and_collectives_have_their_lines_in_order(tracer: Any, monkeypat
     ]
     assert list(dict.fromkeys((kind, stack[0]) for kind, stack in found)) == expected
     assert next(stack for kind, stack in found if stack[0] == lines["tensor.mul_(0.5)"])[1] == call
+    assert [name for name in CALLED if not name.startswith("<")] == ["step", "halve"]
 
 
 def test_a_debugger_keeps_its_trace_function(tracer: Any) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 SCRIPTS = Path(__file__).parents[1] / "corpus" / "doctor"
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2
@@ -157,6 +158,7 @@ def test_what_a_script_may_do(kind: str, words: str, tmp_path: Path) -> None:
 
 
 GET_BATCH = """
+import os
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -168,9 +170,16 @@ text = torch.randint(64, (3000,))
 
 def get_batch():
     starts = torch.randint(len(text) - 17, (4,))
+    if torch.is_grad_enabled():
+        with open(f"seen-{world}-{rank}-{os.getpid()}", "a") as file:
+            print(starts.tolist(), file=file)
     return torch.stack([text[i : i + 16] for i in starts]), torch.stack([text[i + 1 : i + 17] for i in starts])
 
-net = nn.Sequential(nn.Embedding(64, 96), nn.Dropout(0.2), nn.Linear(96, 64))
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + 0.1 * torch.randn_like(x)  # also in an evaluation
+
+net = nn.Sequential(nn.Embedding(64, 96), Noise(), nn.Dropout(0.2), nn.Linear(96, 64))
 model = nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
 torch.manual_seed(1337 + rank)  # each rank draws its own examples
@@ -195,11 +204,102 @@ for step in range(8):
 @pytest.mark.conformance
 @pytest.mark.parametrize("steps", ["4", pytest.param("2", marks=pytest.mark.full)])
 def test_random_batches_of_a_function_and_dropout(steps: str, tmp_path: Path) -> None:
-    """The batches are drawn as without verify, and dropout is the same for each example, also in the first update and
-    beside an evaluation of rank 0."""
+    """Each rank draws its own batches, as without verify. Dropout is the same for each example, also in the first
+    update and beside an evaluation of rank 0."""
     (tmp_path / "train.py").write_text(GET_BATCH)
     done, found = verify(tmp_path / "train.py", tmp_path, "--steps", steps)
     assert (done.returncode, found["cause"]) == (SAME, None), done.stdout + done.stderr
     difference = re.search(r"difference of a gradient is (\S+) of its norm", done.stdout)
     assert difference is not None
     assert float(difference[1]) < 1e-5
+    first = min(tmp_path.glob("seen-2-1-*"), key=lambda path: path.stat().st_mtime)  # of the run that is compared
+    seen = first.read_text().splitlines()
+    own = torch.Generator().manual_seed(1338)
+    assert len(seen) > 4
+    assert seen == [str(torch.randint(2983, (4,), generator=own).tolist()) for _ in seen]
+
+
+@pytest.mark.full
+def test_draws_that_cannot_be_repeated_are_no_verdict(tmp_path: Path) -> None:
+    """In one update of four. Where all differ, one process differs from itself throughout."""
+    noise = (
+        "noise = (epoch == 0 and i == 1) * torch.from_numpy(np.random.default_rng().normal(size=a.shape)).float() + "
+    )
+    text = "import numpy as np\n" + SCRIPT.replace("sys.argv[1]", "''").replace("noise = ", noise)
+    (tmp_path / "train.py").write_text(text)
+    done, _ = verify(tmp_path / "train.py", tmp_path)
+    assert done.returncode == UNKNOWN, done.stdout + done.stderr
+    assert re.search(r"a gradient of your run differs by \S+ of its norm", done.stdout), done.stdout
+
+
+LOCAL_SGD = """
+import contextlib
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+x = torch.randn(512, 6)
+data = TensorDataset(x, x.sum(1, keepdim=True))
+model = nn.parallel.DistributedDataParallel(nn.Linear(6, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+for i, (a, b) in enumerate(loader, 1):
+    with model.no_sync():
+        nn.functional.mse_loss(model(a), b).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if i % 20 == 0:
+        for p in model.parameters():
+            dist.all_reduce(p.data)
+            p.data /= dist.get_world_size()
+"""
+
+
+@pytest.mark.full
+def test_local_sgd_in_ddp_is_not_accused(tmp_path: Path) -> None:
+    """Each rank trains alone within no_sync, and the ranks average after the last step that is compared."""
+    (tmp_path / "train.py").write_text(LOCAL_SGD)
+    done, _ = verify(tmp_path / "train.py", tmp_path)
+    assert done.returncode == UNKNOWN, done.stdout + done.stderr
+    assert "local SGD" in done.stdout
+
+
+LARGE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 64))
+net = nn.Sequential(nn.Linear(64, 8192), nn.Tanh(), nn.Linear(8192, 64))
+model = nn.parallel.DistributedDataParallel(net)
+optimizer = torch.optim.Adam(model.parameters(), 1e-4)
+for (a,) in DataLoader(data, batch_size=4, sampler=DistributedSampler(data)):
+    (model(a) - a).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.conformance
+def test_a_disk_that_holds_the_states_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million parameters with Adam are 13 MB a step, and 4 MB of gradients."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a disk of that size")
+    monkeypatch.setenv("TMPDIR", str(disk))
+    (tmp_path / "train.py").write_text(LARGE)
+    try:
+        done, found = verify(tmp_path / "train.py", tmp_path)
+        assert (done.returncode, found["cause"]) == (SAME, None), done.stdout + done.stderr
+        assert 1 <= found["steps"] < 4
+        assert f"only {found['steps']} steps were compared" in done.stdout
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
