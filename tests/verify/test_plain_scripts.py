@@ -220,6 +220,14 @@ def test_random_batches_of_a_function_and_dropout(steps: str, tmp_path: Path) ->
 
 
 @pytest.mark.full
+def test_one_process_needs_more_batches_than_the_ranks_took(tmp_path: Path) -> None:
+    """Of 4 ranks in 2 updates: 3 batches of each rank, and one process takes 4 for its first update."""
+    (tmp_path / "train.py").write_text(GET_BATCH)
+    done, found = verify(tmp_path / "train.py", tmp_path, "--nproc", "4", "--steps", "2")
+    assert (done.returncode, found["cause"], found["steps"]) == (SAME, None, 2), done.stdout + done.stderr
+
+
+@pytest.mark.full
 def test_draws_that_cannot_be_repeated_are_no_verdict(tmp_path: Path) -> None:
     """In one update of four. Where all differ, one process differs from itself throughout."""
     noise = (

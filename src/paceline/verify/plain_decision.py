@@ -208,11 +208,13 @@ class _PlainComparison:
     def _whole(self) -> tuple[RunRecord | None, str]:
         """(C or S, ""), or (None, the reason why neither can be compared)."""
         found, why = self._runs.run_single_process("C", SINGLE, **self._how)
-        if found is None:
-            return None, f"the script could not run in one process: {why}"
         ahead = batches_ahead(self._ours)
-        mine, theirs = batches_per_update(self._ours), batches_per_update(found, ahead)
-        if mine != theirs and theirs == mine * self._processes:
+        mine = theirs = batches_per_update(self._ours)
+        if found is not None:
+            theirs = batches_per_update(found, ahead)
+        elif not self._ran_out("C"):
+            return None, f"the script could not run in one process: {why}"
+        if found is None or theirs == mine * self._processes:
             self._how["separate_batches"] = True
             found, why = self._runs.run_single_process("S", SINGLE, **self._how)
             if found is None:
@@ -240,6 +242,11 @@ class _PlainComparison:
             other = sorted(set(found.parameters) ^ set(self._ours.parameters))
             return None, f"one process trains other parameters than your run: {listed(other)}."
         return found, ""
+
+    def _ran_out(self, name: str) -> bool:
+        """Whether a run of one process used all recorded batches before its first update."""
+        record = self._runs.load(name, 1)
+        return record is not None and bool(record.ranks[0]["exhausted"])
 
     def _first_skip(self, whole: RunRecord) -> int | None:
         """The first update that your run makes from fewer or more batches than one process. None if their numbers
