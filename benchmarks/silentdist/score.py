@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -125,8 +126,9 @@ def judge(tool: str, script: Path, steps: int) -> dict[str, Any]:
 
 def run(tools: list[str], only: list[str], steps: int, jobs: int) -> None:
     known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cases": {}}
-    known |= {"command": "python benchmarks/silentdist/score.py run", "machine": machine(), "steps": steps}
-    known["time"] = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    known |= {"command": shlex.join(["python", *sys.argv]), "machine": machine(), "steps": steps, "time": now}
+    known.setdefault("runs", []).append({"command": known["command"], "time": now})
     todo = [
         (folder, case, tool, twin) for folder, case in cases(only) for tool in tools for twin in ("faulty", "healthy")
     ]
