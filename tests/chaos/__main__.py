@@ -84,6 +84,7 @@ class Case:
         seconds: of all starts.
         wrong: what was not as it must be; empty: nothing.
         lost: of KEPT and MEMORY, at each start after the first, the steps that a rank had made and that it makes again.
+        said: if anything is wrong, the last lines on stderr of its starts.
     """
 
     way: str
@@ -93,6 +94,7 @@ class Case:
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
+    said: str = ""
 
 
 class Folder:
@@ -108,10 +110,21 @@ class Folder:
         (self.path / "began").unlink(missing_ok=True)
         environ = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary), "OMP_NUM_THREADS": "1"}
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-        error = None if self._shown else subprocess.DEVNULL
-        return subprocess.Popen(
-            command, cwd=self.path, env=environ, text=True, stdout=subprocess.PIPE, stderr=error, start_new_session=True
-        )
+        with (self.path / "stderr").open("a") as file:
+            error = None if self._shown else file
+            return subprocess.Popen(
+                command,
+                cwd=self.path,
+                env=environ,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=error,
+                start_new_session=True,
+            )
+
+    def said(self) -> str:
+        """The last lines on stderr of all starts."""
+        return (self.path / "stderr").read_text(errors="replace")[-4000:]
 
     def processes(self) -> list[psutil.Process]:
         """All that a start has begun, whatever became of its parents."""
@@ -363,9 +376,9 @@ class Undisturbed:
         if (way, processes) not in self._known:
             with tempfile.TemporaryDirectory() as path:
                 folder = Folder(Path(path), "undisturbed", False)
-                case = Case(way, 0)
-                found = told(finished(folder, folder.start(command_of(way, processes)), case))
-                assert found is not None, f"{way} on {processes} processes does not train"
+                process = folder.start(command_of(way, processes))
+                found = told(finished(folder, process, Case(way, 0)))
+                assert found is not None, f"{way} on {processes} processes: exit {process.returncode}\n{folder.said()}"
                 weights = Path(path) / "weights.safetensors"
                 self._known[way, processes] = found, load_file(weights) if weights.exists() else {}
         return self._known[way, processes]
@@ -399,6 +412,7 @@ def run_case(way: str, number: int, undisturbed: Undisturbed, shown: bool = Fals
             case.lost = steps_lost(path)
         judge(case, told(out), path, undisturbed, same_bits=not varies or WAYS[way][2])
         case.wrong += folder.left_over()
+        case.said = folder.said() if case.wrong else ""
     finally:
         folder.end_all()
         shutil.rmtree(path, ignore_errors=True)

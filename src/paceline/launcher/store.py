@@ -150,12 +150,15 @@ def written(address: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+UNKNOWN_PLACE = "an unknown address (it closed at once)"
+
+
 def place_of(sock: socket.socket) -> str:
-    """Return the IP address of the connection's other end."""
+    """Return the IP address of the connection's other end. The system no longer knows it if the connection closed."""
     try:
         return str(sock.getpeername()[0]).removeprefix("::ffff:")
     except OSError:
-        return "a closed connection"
+        return UNKNOWN_PLACE
 
 
 # ---------------------------------------------------------------- the owner of a connection

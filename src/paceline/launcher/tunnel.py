@@ -26,7 +26,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from paceline.launcher.checks import HOST, listen
 from paceline.launcher.key_values import PING, PONG, BadRequest, Values, serve
-from paceline.launcher.store import Refusals, Refused, Service, place_of, welcome_own_processes, written
+from paceline.launcher.store import UNKNOWN_PLACE, Refusals, Refused, Service, place_of, welcome_own_processes, written
 
 SECONDS_TO_PROVE = 5.0
 SILENT_SECONDS = 30.0  # without a heartbeat of the other launcher: its machine is down
@@ -195,7 +195,7 @@ async def _report_refused(monitor: zmq.asyncio.Socket, unauthenticated: dict[int
         event = parse_monitor_message(await monitor.recv_multipart())
         descriptor = event["value"]
         if event["event"] == zmq.EVENT_ACCEPTED:
-            unauthenticated[descriptor] = "a closed connection"
+            unauthenticated[descriptor] = UNKNOWN_PLACE
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as accepted:
                 unauthenticated[descriptor] = place_of(accepted)
         elif (address := unauthenticated.pop(descriptor, None)) is not None:
