@@ -36,7 +36,7 @@ from paceline.verify.plain_subject import (
 )
 from paceline.verify.run_level_answers import disk_notes
 from paceline.verify.run_record import RunRecord
-from paceline.verify.runs import SINGLE, Runs
+from paceline.verify.runs import SINGLE, SUBJECT, Runs
 from paceline.verify.tolerances import Difference, Tolerances, norm
 
 # causes of paceline doctor that one process, or a comparison of updates from the same examples, does not show
@@ -229,9 +229,17 @@ class _PlainComparison:
                 "for an update. Set the number of accumulated batches to a fixed number, or divide it by the number of "
                 "processes."
             )
-        problem = found.ranks[0]["problem"]
+        problem, shapes = found.ranks[0]["problem"], found.ranks[0]["other_shapes"]
+        if shapes and not self._ours.in_parts and self._subject.equal_batches:
+            return self._whole_of_parts(found.name, shapes)
         if problem:
             return None, f"{problem}."
+        if self._ours.in_parts and not self._joins_parts(found):
+            return None, (
+                f"each rank holds a part of {listed(self._ours.in_parts)}. The parts, joined, are not the parameters "
+                "that one process builds, and the loss differs. So verify does not know how the parts make a model. "
+                "Build the whole parameter with the same seed on all ranks, and take each rank's part of it."
+            )
         step = self._with_other_examples(found)
         if step is not None:
             return None, (
@@ -242,6 +250,29 @@ class _PlainComparison:
             other = sorted(set(found.parameters) ^ set(self._ours.parameters))
             return None, f"one process trains other parameters than your run: {listed(other)}."
         return found, ""
+
+    def _whole_of_parts(self, name: str, in_parts: list[str]) -> tuple[RunRecord | None, str]:
+        """(C or S, "") for ranks that each hold a part of some parameters. Your run is made again, with all parts."""
+        for run in (SUBJECT, name):
+            self._runs.discard(run)
+        failed = self._runs.run(SUBJECT, in_parts=in_parts)
+        ours = self._runs.load(SUBJECT, self._processes) if failed is None else None
+        if ours is None or not ours.steps:
+            return None, f"your run could not be repeated: {failed or 'it made no step'}"
+        self._ours, self._subject, self._how["in_parts"] = ours, SubjectRun(ours), in_parts
+        self._how.pop("separate_batches", None)
+        return self._whole()
+
+    def _joins_parts(self, whole: RunRecord) -> bool:
+        """Whether the ranks' parts, joined, are what one process builds, or give the same first loss."""
+        return bool(whole.ranks[0]["parts_are_own"]) or not self._losses_differ(whole, 0)
+
+    def _losses_differ(self, whole: RunRecord, step: int) -> tuple[float, float] | None:
+        """The first loss of a step that differs between rank 0 and one process, if all ranks compute whole batches."""
+        pairs = zip(
+            self._ours.step_records(step)[0]["loss_values"], whole.step_records(step)[0]["loss_values"], strict=False
+        )
+        return next(((a, b) for a, b in pairs if not abs(a - b) <= 1e-4 * max(abs(a), abs(b))), None)
 
     def _ran_out(self, name: str) -> bool:
         """Whether a run of one process used all recorded batches before its first update."""
@@ -408,6 +439,14 @@ class _PlainComparison:
                 ours.name,
                 whole.name,
             )
+        losses = self._losses_differ(whole, first.step) if self._ours.in_parts else None
+        if losses is not None and (cause is None or not cause.accused):
+            text = (
+                f"\nThe loss differs too: {losses[0]:.6g} in your run, {losses[1]:.6g} in one process. So the ranks' "
+                "parts of the forward do not add up to that of the whole model."
+            )
+            claims = [claim_from(f"different. {describe(first)}", ours, whole), claim_from(text, ours, whole)]
+            return self._located(answer_with(DIFFERENT, claims, found, "forward-differs"))
         if cause is not None and not cause.accused and self._subject.share_batches:
             text = (
                 "\nThe ranks divide a batch, or a model, that they all have, and their gradients are combined. One "
@@ -426,6 +465,11 @@ class _PlainComparison:
         claims = [claim_from(f"different. {describe(first)}", ours, whole)]
         if cause is not None:
             share = f"In {len(cause.names)} of {len(ours.parameters)} parameters, the gradient is {cause.sentence}."
+            if ours.in_parts and cause.key == "not-reduced":
+                share = (
+                    f"In {len(cause.names)} parameters that all ranks hold, such as {cause.names[0]}, the gradient "
+                    "comes from rank 0's part of the model alone: a backward between the ranks lacks an all-reduce."
+                )
             claims.append(claim_from(f"\n{share}", ours, whole))
         key = cause.key if cause is not None else "update" if first.quantity == "weights" else "unknown"
         answer = answer_with(DIFFERENT, claims, found, key)
@@ -507,7 +551,7 @@ class _PlainComparison:
         fault = self._fault
         steps = self._ours.step_records(answer.step or 0)
         record = self._ours.ranks[0]
-        found = locate(answer.cause, steps, record["made"], record["loss_nodes"])
+        found = locate(answer.cause, steps, record["made"], record["loss_nodes"], bool(self._ours.in_parts))
         beside = found and (found.at if fault is not None else found.beside)
         answer.beside = f"{beside[0]}:{beside[1]}" if beside else None
         if fault is not None:

@@ -33,7 +33,9 @@ class Location:
     sentence: str
 
 
-def locate(cause: str | None, steps: list[dict[str, Any]], made: dict[str, Any], nodes: list[Any]) -> Location | None:
+def locate(
+    cause: str | None, steps: list[dict[str, Any]], made: dict[str, Any], nodes: list[Any], in_parts: bool = False
+) -> Location | None:
     """The line of a difference.
 
     Args:
@@ -41,6 +43,7 @@ def locate(cause: str | None, steps: list[dict[str, Any]], made: dict[str, Any],
         steps: the records of the ranks, of the step that differs first.
         made: the lines that make loaders and wrappers.
         nodes: [name, file, line] of the nodes of the loss.
+        in_parts: each rank holds a part of the model.
     """
     if not steps:
         return None
@@ -66,7 +69,8 @@ def locate(cause: str | None, steps: list[dict[str, Any]], made: dict[str, Any],
             return _at(lines["past_wrapper"], made.get("wrapper"), "The forward that bypasses the wrapper is at")
         if lines.get("no_sync"):
             return _at(lines["no_sync"], lines.get("backward"), "The backward runs under no_sync, at")
-    if cause == "backward-lost" and (calls := _calls_in_forward(mine, lines)):
+    between = cause == "backward-lost" or in_parts
+    if between and (calls := _calls_in_forward(mine, lines)):
         return _at(calls[0][2][0][:2], calls[0][2][1][:2], "The ranks exchange tensors in the forward at")
     found = _gradient_write(mine, lines)
     if found is not None:

@@ -60,7 +60,7 @@ class SubjectRun:
         if len({tuple(keys[0]) for keys in filled}) == 1:  # one batch again and again: a test of the script
             return None
         inputs = [[step.get("inputs") for step in record["steps"]] for record in self._ours.ranks]
-        if any(other != inputs[0] for other in inputs) or self.different_at_start:
+        if any(other != inputs[0] for other in inputs) or self.different_at_start or self._ours.in_parts:
             return None  # the ranks divide a batch, or a model, that they all have
         text = (
             f"different. In each of the {len(filled)} steps, all ranks compute the same examples, so "
@@ -82,6 +82,8 @@ class SubjectRun:
 
     def overlap(self) -> Answer | None:
         """An answer if ranks compute the same examples in a pass over a loader, and no rank computes one twice."""
+        if self._ours.in_parts:
+            return None
         passes: dict[tuple[int, int], list[list[int]]] = {}
         for rank, record in enumerate(self._ours.ranks):
             for loader, one_pass, keys in record["examples"]:
@@ -103,10 +105,15 @@ class SubjectRun:
 
     @cached_property
     def share_batches(self) -> bool:
-        """Whether the script's batch function returns the same values on all ranks, as under tensor parallelism."""
-        keys = [[step["keys"] for step in record["steps"]] for record in self._ours.ranks]
+        """Whether the ranks divide batches that they all have, or a model, as under tensor parallelism."""
         by_function = self._ours.ranks[0].get("batch_function") is not None
-        return by_function and all(other == keys[0] for other in keys)
+        return (by_function or bool(self._ours.in_parts)) and self.equal_batches
+
+    @cached_property
+    def equal_batches(self) -> bool:
+        """Whether all ranks have the same batches."""
+        keys = [[step["keys"] for step in record["steps"]] for record in self._ours.ranks]
+        return all(other == keys[0] for other in keys)
 
     def ranks_differ_later(self) -> Answer | None:
         """An answer if the ranks hold different weights after an update."""

@@ -43,9 +43,24 @@ class RunRecord:
         return [record["steps"][step] for record in self.ranks if len(record["steps"]) > step]
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors in a file, by name; empty if there is no such file."""
+        """The tensors in a file, by name, with the parts of a model that other ranks hold (plain_recorder.py); empty if
+        there is no such file."""
         path = os.path.join(self.folder, f"{name}.safetensors")
-        return _tensors(path) if os.path.exists(path) else {}
+        found = _tensors(path) if os.path.exists(path) else {}
+        for rank in range(1, len(self.ranks) if self.in_parts else 0):
+            path = os.path.join(self.folder, f"{name}-r{rank}.safetensors")
+            found = {**found, **(_tensors(path) if os.path.exists(path) else {})}
+        return found
+
+    @cached_property
+    def in_parts(self) -> list[str]:
+        """The parameters that each rank holds a part of."""
+        return list(self.ranks[0].get("in_parts", ()))
+
+    @staticmethod
+    def forget_files() -> None:
+        """Call it after files of a run have been replaced."""
+        _tensors.cache_clear()
 
     def gradients(self, step: int, update: int) -> dict[str, Tensor]:
         """The gradients of the whole model before an update, merged over all ranks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,11 @@ class Runs:
             "single_process": strategy is not None,
         }
         return self.launch_run(name, start, TrialSpec(**{**spec, **how}))
+
+    def discard(self, name: str) -> None:
+        """Remove the files of a run, so that it can be made again."""
+        shutil.rmtree(self.folder(name))
+        RunRecord.forget_files()
 
     def launch_run(self, name: str, start: Start, spec: TrialSpec) -> str | None:
         """Launch the run in its processes and wait for its end. Return None, or why it failed."""

@@ -320,6 +320,7 @@ class Replay:
         only_rank: yield only the examples of this rank; None: of all ranks.
         separately: the batches of the ranks come one after the other, instead of joined.
         reverse: the examples of each batch come in reverse order.
+        common: the ranks divide a model, and compute the same batches. One of equal batches is yielded.
     """
 
     def __init__(
@@ -329,8 +330,9 @@ class Replay:
         only_rank: int | None = None,
         separately: bool = False,
         reverse: bool = False,
+        common: bool = False,
     ) -> None:
-        self._folder, self._passes = folder, passes
+        self._folder, self._passes, self._common = folder, passes, common
         self._only, self._separately, self._reverse = only_rank, separately, reverse
         self.repeats = len(passes) if separately else 1  # batches of this process for a batch of each rank
         self.has_inputs = any(place[0] == INPUTS for places in passes for place in places)
@@ -363,6 +365,8 @@ class Replay:
         for batch in range(count):
             ranks = range(len(self._passes)) if self._only is None else [self._only]
             parts = [part for rank in ranks if (part := self._read(number, one_pass, batch, rank)) is not None]
+            if self._common and len({tuple(part.keys) for part in parts}) == 1:
+                parts = parts[:1]
             if self._reverse:
                 parts = [self._reversed(part) for part in reversed(parts)]
             if parts:

@@ -10,6 +10,8 @@ update, the recorder writes the gradients, and the tensors that they change. In 
 
 If the script clips its gradients, the recorded gradients are those before clipping, and the norm is recorded too.
 
+If each rank holds a part of some parameters, the other ranks write these parts into files with -rN at the end.
+
 Files (see worker/recorder.py for the format):
 
 first-M            the tensors of model M before its first forward
@@ -17,7 +19,7 @@ state-K            parameters, buffers and optimizer state after update K - 1
 start-K            the same as sketches
 grad-K-0-rN        gradients before clipping, on rank N
 local-K-B-rN       what backward B of the update has added on rank N, before a reduction
-take-K-0-r0        gradients that the optimizer gets, on rank 0
+take-K-0           gradients that the optimizer gets, on rank 0
 after-K-0          parameters and buffers after the update
 rank-N.json        the record
 """
@@ -52,7 +54,7 @@ from paceline.observe.graph_lines import GraphLines
 from paceline.observe.patching import Patches
 from paceline.observe.script_stack import ScriptStack, module_files
 from paceline.observe.sketches import sketch, sketched
-from paceline.observe.trained_tensors import TrainedTensors, whole
+from paceline.observe.trained_tensors import TrainedTensors, copy_into, part_name, whole
 from paceline.observe.write_tracer import WriteTracer
 from paceline.step.backends import allows_tf32
 from paceline.torch_private.core import parameters_of
@@ -64,7 +66,6 @@ from paceline.verify.plain_worker.step_draws import StepDraws
 from paceline.verify.worker.perturbation import nudge_weights
 from paceline.verify.worker.record_files import (
     disk_space,
-    load_gradients,
     new_step_record,
     optimizer_options,
     save_tensors,
@@ -104,7 +105,9 @@ class PlainRecorder:
             for rank in range(spec.processes):
                 with open(os.path.join(self._reference, f"rank-{rank}.json")) as file:
                     self._subject.append(json.load(file))
-        self._trained = TrainedTensors()
+        self._trained = TrainedTensors(spec.in_parts, self._rank if spec.is_subject else None)
+        self._other_shapes: list[str] = []  # tensors with other shapes than in the subject run
+        self._parts_are_own = True  # whether the ranks' parts, joined, are the first weights of this run
         self._steps: list[dict[str, Any]] = []
         self._current = new_step_record(0, 0)
         self._lines: dict[str, list[Any]] = {}  # the script's lines of the current step, by kind of call
@@ -165,6 +168,7 @@ class PlainRecorder:
             only_rank=self._spec.only_shard,
             separately=self._spec.separate_batches,
             reverse=self._spec.reversed_batches,
+            common=bool(self._spec.in_parts),
         )
 
     def _is_active(self) -> bool:
@@ -301,17 +305,46 @@ class PlainRecorder:
         new = self._trained.add_model(module)
         if not new:
             return
-        path = os.path.join(self._spec.directory if self._spec.is_subject else self._reference, f"first-{number}")
         if self._spec.is_subject:
             for name, tensor in new.items():
                 if isinstance(tensor, nn.Parameter) and tensor.requires_grad and not is_sharded(tensor):
                     tensor.register_hook(functools.partial(self._note_local, name))
             found = whole(new)
             self._current["start"] |= {name: digest(value) for name, value in found.items()}
-            if self._rank == 0:
-                save_tensors(found, path + ".safetensors")
-        elif os.path.exists(path + ".safetensors"):
-            self._load(load_file(path + ".safetensors"))
+            self._save(found, f"first-{number}")
+            return
+        state = self._read(f"first-{number}")
+        self._divide(state)
+        self._load(state)
+
+    def _divide(self, state: Mapping[str, Tensor]) -> None:
+        """Divide the parameters that the ranks hold parts of."""
+        ranks = range(self._spec.processes)
+        parts = {name: [state.get(part_name(name, rank)) for rank in ranks] for name in self._spec.in_parts}
+        shapes = {name: [one.shape for one in found if one is not None] for name, found in parts.items()}
+        self._note_shapes(self._trained.divide({name: found for name, found in shapes.items() if found}))
+        own = self._whole(self._trained.tensors())
+        names = [part_name(name, rank) for name in parts for rank in ranks]
+        self._parts_are_own &= all(torch.equal(own[n], state[n]) for n in names if n in own and n in state)
+
+    def _note_shapes(self, wrong: list[str]) -> None:
+        self._other_shapes += [name for name in wrong if name not in self._other_shapes]
+        if wrong and not self._problem:
+            self._problem = f"one process builds other parameters than your run: the shape of {wrong[0]} differs"
+
+    def _save(self, tensors: Mapping[str, Tensor], name: str, sketches: bool = False) -> None:
+        """Save tensors that all ranks hold, and the parts that each rank holds. sketches: save their sketches."""
+        if self._rank:
+            own = part_name("", self._rank)
+            tensors, name = {key: v for key, v in tensors.items() if key.endswith(own)}, f"{name}-r{self._rank}"
+        if tensors or not self._rank:
+            save_tensors(sketched(tensors) if sketches else tensors, self._path(name))
+
+    def _read(self, name: str) -> dict[str, Tensor]:
+        """The tensors of the subject run that `_save` wrote; empty if there are none."""
+        names = [name, *(f"{name}-r{rank}" for rank in range(1, self._spec.processes))]
+        paths = [os.path.join(self._reference, f"{one}.safetensors") for one in names]
+        return {key: value for path in paths if os.path.exists(path) for key, value in load_file(path).items()}
 
     def _note_local(self, name: str, grad: Tensor) -> None:
         """Keep what the current backward adds to a gradient. The hook runs before the ranks' gradients are reduced."""
@@ -329,17 +362,13 @@ class PlainRecorder:
             weights = dict(state)
             nudge_weights([weights], set(state) - self._trained.buffers(), 1 + len(self._steps))
             state = weights
-        wrong = self._trained.load(state)
-        if wrong:
-            self._problem = (
-                self._problem or f"one process builds other parameters than your run: the shape of {wrong[0]} differs"
-            )
+        self._note_shapes(self._trained.load(state))
 
     def _before_backward(self, tensors: Any, *_: Any, **__: Any) -> None:
         if self._spec.only_shard is not None and self._backwards:
             with self.draws.suspended():
                 found = {n: p.grad for n, p in self._trained.tensors().items() if p.is_leaf and p.grad is not None}
-                save_tensors(sketched(whole(found)), self._path(f"part-{len(self._steps)}-{self._backwards}"))
+                save_tensors(self._sketched(found), self._path(f"part-{len(self._steps)}-{self._backwards}"))
         self._backwards += 1
         self._lines["backward"] = self._stack.caller()
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -359,7 +388,7 @@ class PlainRecorder:
                 self._lines["clip"] = self._stack.caller()
                 known = {id(p): name for name, p in self._trained.tensors().items()}
                 grads = {known[id(p)]: p.grad for p in parameters if id(p) in known and p.grad is not None}
-                for name, value in sketched(whole(grads)).items():
+                for name, value in self._sketched(grads).items():
                     self._before_clipping.setdefault(name, value.clone())
             norm = original(parameters, *args, **options)
             if self._is_active() and isinstance(norm, Tensor):
@@ -406,14 +435,10 @@ class PlainRecorder:
         self._trained.number_of(optimizer)
         step, current = len(self._steps), self._current
         parameters = self._trained.parameters(optimizer)
-        grads = whole({name: p.grad for name, p in parameters.items() if p.grad is not None})
+        grads = self._whole({name: p.grad for name, p in parameters.items() if p.grad is not None})
         if not self._steps:
             current["start"] |= {name: digest(value) for name, value in whole(parameters).items()}
-        if self._rank == 0:
-            start = whole(self._trained.tensors())
-            save_tensors(sketched(start), self._path(f"start-{step}"))
-        else:
-            whole(self._trained.tensors())
+        self._save(self._whole(self._trained.tensors()), f"start-{step}", sketches=True)
         own = {**sketched(grads), **{n: v for n, v in self._before_clipping.items() if n in grads}}
         save_tensors(own, self._path(f"grad-{step}-0-r{self._rank}"))
         for number, added in enumerate(self._local):
@@ -424,8 +449,7 @@ class PlainRecorder:
         options = optimizer_options(optimizer)
         self._rates.append([group["lr"] for group in options if "lr" in group])
         if self._spec.is_subject:
-            if self._rank == 0:
-                save_tensors(grads, self._path(f"take-{step}-0-r0"))
+            self._save(grads, f"take-{step}-0")
         else:
             self._take(optimizer, step, parameters)
             options = optimizer_options(optimizer)
@@ -440,19 +464,15 @@ class PlainRecorder:
         recorded = self._subject[0]["steps"]
         if step >= len(recorded):
             return
-        theirs = load_gradients(self._reference, step, 0)
+        theirs = self._read(f"take-{step}-0")
         for name, p in parameters.items():
-            if name in theirs:
-                grad = theirs[name].to(device=p.device, dtype=p.dtype)
-                if p.grad is None and grad.shape == p.shape:
-                    p.grad = grad
-                elif p.grad is not None:
-                    local = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
-                    if local.shape == grad.shape:
-                        with torch.no_grad():
-                            local.copy_(grad)
-            elif p.grad is not None:
+            if not self._trained.split({name: p}).keys() <= theirs.keys():
                 p.grad = None
+                continue
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            for part, view in self._trained.split({name: p.grad}).items():
+                copy_into(view, theirs[part])
         for group, options in zip(optimizer.param_groups, recorded[step]["options"], strict=False):
             for key, value in options.items():
                 if isinstance(group.get(key), Tensor):
@@ -469,25 +489,22 @@ class PlainRecorder:
         current["writes_in_update"] = self._tracer.take()
         if self._graph_lines is not None:
             self._graph_lines.after_pass()
-        found = whole(self._trained.tensors())
+        found = self._whole(self._trained.tensors())
         current["after"] = {name: digest(value) for name, value in found.items()}
-        if self._rank == 0:
-            save_tensors(sketched(found), self._path(f"after-{step}-0"))
+        self._save(found, f"after-{step}-0", sketches=True)
         if self._spec.is_subject:
             of_optimizer = whole(self._trained.optimizer_state(optimizer))
             current["state_digests"] = {key: digest(value) for key, value in of_optimizer.items()}
             state = {**found, **of_optimizer}
             if not step:
                 self._limit_steps(state)
-            if self._rank == 0:
-                save_tensors(state, self._path(f"state-{step + 1}"))
+            self._save(state, f"state-{step + 1}")
         else:
-            path = os.path.join(self._reference, f"state-{step + 1}.safetensors")
-            if os.path.exists(path):
-                state = load_file(path)
+            state = self._read(f"state-{step + 1}")
+            if state:
                 # if ranks hold different state, this process keeps its own, which follows from the same gradients
                 digests = [record["steps"][step]["state_digests"] for record in self._subject]
-                equal = {k: v for k, v in state.items() if len({one.get(k) for one in digests}) == 1}
+                equal = {k: v for k, v in state.items() if len({one[k] for one in digests if k in one}) == 1}
                 self._trained.load_optimizer(optimizer, equal)
                 self._load({name: value for name, value in state.items() if name in found})
         current |= {"updates": 1, "yields": self._loaders.yields, "keys": self._loaders.take_keys()}
@@ -507,6 +524,13 @@ class PlainRecorder:
         fit = disk_space(self._spec.directory) // max(1, sum(tensor.nbytes for tensor in tensors))
         self._last = max(1, min(self._last, fit))
 
+    def _whole(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors, with shards of other processes, and divided into the ranks' parts."""
+        return self._trained.split(whole(tensors))
+
+    def _sketched(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
+        return sketched(self._whole(tensors))
+
     def _path(self, name: str) -> str:
         return os.path.join(self._spec.directory, f"{name}.safetensors")
 
@@ -518,7 +542,7 @@ class PlainRecorder:
             return
         self._written = True
         self._tracer.stop()
-        tensors = self._trained.tensors()
+        tensors = self._trained.split(self._trained.tensors())
         buffers = self._trained.buffers()
         record = {
             "kind": "plain",
@@ -534,6 +558,9 @@ class PlainRecorder:
             "normalised": self._trained.norms,
             "rates": self._rates,
             "problem": self._problem or self._loaders.problem,
+            "other_shapes": self._other_shapes,
+            "in_parts": list(self._spec.in_parts),
+            "parts_are_own": self._parts_are_own,
             # Whether the recorded examples are all that the losses depend on.
             "complete": self._loaders.has_targets or self._model_has_loss,
             "exhausted": self._replay is not None and self._replay.exhausted,
