@@ -70,6 +70,49 @@ for x, y in loader:
     optimizer.step()
 dist.destroy_process_group()
 """
+EXPERTS = """
+import torch, torch.distributed as dist, torch.nn.functional as F
+from torch import nn
+from torch.distributed.nn.functional import all_gather, reduce_scatter
+
+class Experts(nn.Module):
+    \"\"\"Each rank holds some of the experts, and computes them for the tokens of all ranks.\"\"\"
+    def __init__(self):
+        super().__init__()
+        whole = torch.randn(4, 12, 12) / 4
+        self.weight = nn.Parameter(whole.chunk(size)[rank].clone())
+        self.router = nn.Linear(12, 4)
+
+    def forward(self, x):
+        gates = self.router(x).softmax(-1)
+        x, gates = (torch.cat(all_gather(t.contiguous())) for t in (x, gates))
+        own = gates.chunk(size, 1)[rank]
+        y = torch.einsum("td,edh,te->th", x, self.weight, own)
+        return reduce_scatter(torch.empty(len(y) // size, 12), [t.contiguous() for t in y.chunk(size)])
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(3)
+x = torch.randn(128, 12)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True).sign())
+model = nn.Sequential(nn.Linear(12, 12), Experts(), nn.Tanh(), nn.Linear(12, 1))
+sampler = torch.utils.data.DistributedSampler(data, size, rank, seed=1)
+loader = torch.utils.data.DataLoader(data, 8, sampler=sampler)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for x, y in loader:
+    loss = F.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    for name, p in model.named_parameters():
+        if name == "1.weight":
+            p.grad /= size
+        else:
+            dist.all_reduce(p.grad)
+            p.grad /= size
+    optimizer.step()
+dist.destroy_process_group()
+"""
+UNDIVIDED = ("            p.grad /= size\n        else", "            pass\n        else")
 ATTENTION = (
     "model = nn.Sequential(nn.Linear(16, 16), FeedForward()",
     "model = nn.Sequential(nn.Linear(16, 16), Attention()",
@@ -87,10 +130,11 @@ PARTS = ("x = torch.randn(96", "PARTS = {(40 // size, 16), (40 // size,), (16, 4
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("changes", "code", "cause", "words"),
+    ("base", "changes", "code", "cause", "words"),
     [
-        pytest.param([], SAME, None, "are those of one process", marks=pytest.mark.conformance, id="healthy"),
+        pytest.param(SCRIPT, [], SAME, None, "are those of one process", marks=pytest.mark.conformance, id="healthy"),
         pytest.param(
+            SCRIPT,
             [ENTER],
             DIFFERENT,
             "not-reduced",
@@ -99,6 +143,7 @@ PARTS = ("x = torch.randn(96", "PARTS = {(40 // size, 16), (40 // size,), (16, 4
             id="no reduce",
         ),
         pytest.param(
+            SCRIPT,
             [BIAS],
             DIFFERENT,
             "forward-differs",
@@ -107,14 +152,37 @@ PARTS = ("x = torch.randn(96", "PARTS = {(40 // size, 16), (40 // size,), (16, 4
             id="a bias added by each rank",
         ),
         pytest.param(
-            [HALF], DIFFERENT, None, "the gradient of", marks=pytest.mark.full, id="gradients of the parts halved"
+            SCRIPT,
+            [HALF],
+            DIFFERENT,
+            None,
+            "the gradient of",
+            marks=pytest.mark.full,
+            id="gradients of the parts halved",
+        ),
+        pytest.param(EXPERTS, [], SAME, None, "are those of one process", marks=pytest.mark.full, id="experts"),
+        pytest.param(
+            EXPERTS,
+            [UNDIVIDED],
+            DIFFERENT,
+            "factor",
+            "2 times (2 is the number of processes)",
+            marks=pytest.mark.full,
+            id="experts' gradients not divided",
         ),
         # each rank draws its own part, so only the loss shows that the parts join
         pytest.param(
-            [OWN_SEED, PARTS, SENT], SAME, None, "are those of one process", marks=pytest.mark.full, id="own seeds"
+            SCRIPT,
+            [OWN_SEED, PARTS, SENT],
+            SAME,
+            None,
+            "are those of one process",
+            marks=pytest.mark.full,
+            id="own seeds",
         ),
         # a rank's part is made of three slices of the whole: verify does not know which
         pytest.param(
+            SCRIPT,
             [ATTENTION],
             UNKNOWN,
             None,
@@ -125,9 +193,9 @@ PARTS = ("x = torch.randn(96", "PARTS = {(40 // size, 16), (40 // size,), (16, 4
     ],
 )
 def test_a_model_that_the_ranks_hold_parts_of(
-    changes: list[tuple[str, str]], code: int, cause: str | None, words: str, tmp_path: Path
+    base: str, changes: list[tuple[str, str]], code: int, cause: str | None, words: str, tmp_path: Path
 ) -> None:
-    text = SCRIPT
+    text = base
     for old, new in changes:
         assert old in text
         text = text.replace(old, new)

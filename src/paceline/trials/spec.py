@@ -49,7 +49,7 @@ class TrialSpec:
     # For a script that does not use Paceline (verify/plain):
     processes: int = 1  # the number of processes of the subject run
     separate_batches: bool = False  # one process computes the ranks' batches one after the other, instead of joined
-    in_parts: Sequence[str] = ()  # the parameters that each rank holds a part of; all ranks then have the same batches
+    in_parts: Sequence[str] = ()  # the parameters that each rank holds a part of
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> TrialSpec | None:

@@ -230,14 +230,15 @@ class _PlainComparison:
                 "processes."
             )
         problem, shapes = found.ranks[0]["problem"], found.ranks[0]["other_shapes"]
-        if shapes and not self._ours.in_parts and self._subject.equal_batches:
+        if shapes and not self._ours.in_parts:
             return self._whole_of_parts(found.name, shapes)
         if problem:
             return None, f"{problem}."
         if self._ours.in_parts and not self._joins_parts(found):
             return None, (
                 f"each rank holds a part of {listed(self._ours.in_parts)}. The parts, joined, are not the parameters "
-                "that one process builds, and the loss differs. So verify does not know how the parts make a model. "
+                "that one process builds, and no equal loss shows that they fit. So verify does not know how the parts "
+                "make a model. "
                 "Build the whole parameter with the same seed on all ranks, and take each rank's part of it."
             )
         step = self._with_other_examples(found)
@@ -265,7 +266,9 @@ class _PlainComparison:
 
     def _joins_parts(self, whole: RunRecord) -> bool:
         """Whether the ranks' parts, joined, are what one process builds, or give the same first loss."""
-        return bool(whole.ranks[0]["parts_are_own"]) or not self._losses_differ(whole, 0)
+        if whole.ranks[0]["parts_are_own"]:
+            return True
+        return self._subject.share_batches and not self._losses_differ(whole, 0)
 
     def _losses_differ(self, whole: RunRecord, step: int) -> tuple[float, float] | None:
         """The first loss of a step that differs between rank 0 and one process, if all ranks compute whole batches."""
@@ -432,14 +435,14 @@ class _PlainComparison:
                 ours.name,
                 whole.name,
             )
-        if self._subject.exchanges and not self._subject.share_batches:
+        if self._subject.exchanges and not self._subject.share_batches and not ours.in_parts:
             return _unknown(
                 "the script exchanges tensors between the ranks in a model's forward (context or expert parallelism), "
                 "and the ranks get different batches. So verify does not know how their examples make one batch.",
                 ours.name,
                 whole.name,
             )
-        losses = self._losses_differ(whole, first.step) if self._ours.in_parts else None
+        losses = self._losses_differ(whole, first.step) if ours.in_parts and self._subject.share_batches else None
         if losses is not None and (cause is None or not cause.accused):
             text = (
                 f"\nThe loss differs too: {losses[0]:.6g} in your run, {losses[1]:.6g} in one process. So the ranks' "

@@ -107,13 +107,8 @@ class SubjectRun:
     def share_batches(self) -> bool:
         """Whether the ranks divide batches that they all have, or a model, as under tensor parallelism."""
         by_function = self._ours.ranks[0].get("batch_function") is not None
-        return (by_function or bool(self._ours.in_parts)) and self.equal_batches
-
-    @cached_property
-    def equal_batches(self) -> bool:
-        """Whether all ranks have the same batches."""
         keys = [[step["keys"] for step in record["steps"]] for record in self._ours.ranks]
-        return all(other == keys[0] for other in keys)
+        return (by_function or bool(self._ours.in_parts)) and all(other == keys[0] for other in keys)
 
     def ranks_differ_later(self) -> Answer | None:
         """An answer if the ranks hold different weights after an update."""

@@ -320,7 +320,7 @@ class Replay:
         only_rank: yield only the examples of this rank; None: of all ranks.
         separately: the batches of the ranks come one after the other, instead of joined.
         reverse: the examples of each batch come in reverse order.
-        common: the ranks divide a model, and compute the same batches. One of equal batches is yielded.
+        common: the ranks divide a model. If their batches are equal, one of them is yielded.
     """
 
     def __init__(
