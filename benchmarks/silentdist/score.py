@@ -90,6 +90,10 @@ CAUSES: dict[str, set[str]] = {  # kind -> the tools' causes that lead to the fa
     "weight-decay": {"factor", "weights", "summed_gradients"},
     "model-parallel": {"factor", "weights", "partly_reduced", *_REDUCE},
     "evaluation": {"padded_evaluation", "local_metric"},
+    "lost-reduction": _REDUCE,
+    "gather-gradient": _LOSS | _REDUCE | {"batch-level"},
+    "batch-statistics": _LOSS | {"batch-level", "batch_norm"},
+    "router-bias": {"buffers_differ", "batch-level", "batch_norm", "ranks-drift-apart", "weights_differ"},
 }
 
 

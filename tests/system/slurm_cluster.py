@@ -64,17 +64,29 @@ class Cluster:
         return int((self.home / f"{name}.pid").read_text())
 
     def close(self) -> None:
-        """End the jobs, then the daemons, and then what a daemon that was killed has left: all by their ids."""
+        """End the jobs, then the daemons and what they have left.
+
+        All are found by their environment. A file with a daemon's id may be older than the daemon's end, and the id may
+        belong to another process by now.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             self.run("scancel", "--user", "root", seconds=10)
             self.run("scancel", "--user", "root", "--signal", "KILL", seconds=10)
-        for file in self.home.glob("*.pid"):
-            with contextlib.suppress(ProcessLookupError, ValueError):  # asked kindly, slurmd takes seconds
-                os.kill(int(file.read_text()), signal.SIGKILL)
+        while own := self._processes():
+            for process in own:  # asked kindly, slurmd takes seconds
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(own, timeout=10)
+
+    def _processes(self) -> list[psutil.Process]:
+        """The living processes of this cluster: its daemons, and all that they have started."""
+        found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get("SLURM_CONF") == self.environ["SLURM_CONF"] and process.pid != os.getpid():
-                    process.kill()
+                ours = process.environ().get("SLURM_CONF") == self.environ["SLURM_CONF"]
+                if ours and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+                    found.append(process)
+        return found
 
     def run(self, *command: str, folder: Path | None = None, seconds: float = 60.0) -> subprocess.CompletedProcess[str]:
         """Run one of Slurm's commands, ended after so many seconds."""
@@ -106,11 +118,9 @@ class Cluster:
     def _tasks(self, node: str) -> list[psutil.Process]:
         """The living processes that the steps of a node have started."""
         found = []
-        for process in psutil.process_iter():
+        for process in self._processes():
             with contextlib.suppress(psutil.Error):
-                environ = process.environ()
-                ours = environ.get("SLURM_CONF") == self.environ["SLURM_CONF"]
-                if ours and environ.get("SLURMD_NODENAME") == node and process.status() != "zombie":
+                if process.environ().get("SLURMD_NODENAME") == node:
                     found.append(process)
         return found
 
