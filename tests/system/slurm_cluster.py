@@ -72,7 +72,8 @@ class Cluster:
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             self.run("scancel", "--user", "root", seconds=10)
             self.run("scancel", "--user", "root", "--signal", "KILL", seconds=10)
-        while own := self._processes():
+        for _ in range(5):  # a daemon may start another process before it is killed
+            own = self._processes()
             for process in own:  # asked kindly, slurmd takes seconds
                 with contextlib.suppress(psutil.Error):
                     process.kill()

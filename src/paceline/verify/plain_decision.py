@@ -265,10 +265,11 @@ class _PlainComparison:
         return self._whole()
 
     def _joins_parts(self, whole: RunRecord) -> bool:
-        """Whether the ranks' parts, joined, are what one process builds, or give the same first loss."""
+        """Whether the ranks' parts, joined, are what one process builds, or give the same losses."""
         if whole.ranks[0]["parts_are_own"]:
             return True
-        return self._subject.share_batches and not self._losses_differ(whole, 0)
+        steps = range(min(self._ours.steps, whole.steps))
+        return self._subject.share_batches and not any(self._losses_differ(whole, step) for step in steps)
 
     def _losses_differ(self, whole: RunRecord, step: int) -> tuple[float, float] | None:
         """The first loss of a step that differs between rank 0 and one process, if all ranks compute whole batches."""

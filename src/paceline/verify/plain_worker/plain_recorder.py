@@ -325,7 +325,11 @@ class PlainRecorder:
         self._note_shapes(self._trained.divide({name: found for name, found in shapes.items() if found}))
         own = self._whole(self._trained.tensors())
         names = [part_name(name, rank) for name in parts for rank in ranks]
-        self._parts_are_own &= all(torch.equal(own[n], state[n]) for n in names if n in own and n in state)
+        for name in names:
+            if name in own and name in state:
+                matrix = own[name].dim() > 1
+                shows = not matrix or bool((own[name] != own[name].flatten()[0]).any())  # zeros fit any division
+                self._parts_are_own &= shows and torch.equal(own[name], state[name])
 
     def _note_shapes(self, wrong: list[str]) -> None:
         self._other_shapes += [name for name in wrong if name not in self._other_shapes]
@@ -521,7 +525,8 @@ class PlainRecorder:
     def _limit_steps(self, state: Mapping[str, Tensor]) -> None:
         """Record no more updates than the disk can hold. All ranks see the same sizes and the same disk."""
         tensors = [*state.values(), *self._trained_parameters()]  # a gradient has the size of its parameter
-        fit = disk_space(self._spec.directory) // max(1, sum(tensor.nbytes for tensor in tensors))
+        writers = self._spec.processes if self._spec.in_parts else 1  # each rank writes its parts
+        fit = disk_space(self._spec.directory) // max(1, writers * sum(tensor.nbytes for tensor in tensors))
         self._last = max(1, min(self._last, fit))
 
     def _whole(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
