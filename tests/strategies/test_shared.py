@@ -641,7 +641,8 @@ def test_when_a_process_is_killed_all_end_and_leave_nothing(rank: int, tmp_path:
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     before = set(Path("/dev/shm").iterdir())
-    command = [sys.executable, "-m", "paceline", "run", "--nproc", "2", "train.py"]
+    # --output: without it, a failed run keeps what a rank has printed in TMPDIR, such as that another rank is gone
+    command = [sys.executable, "-m", "paceline", "run", "--nproc", "2", "--output", "logs", "train.py"]
     environment = os.environ | {"TMPDIR": str(scratch)}
     process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 60
