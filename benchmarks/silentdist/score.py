@@ -12,6 +12,9 @@ A case is a folder of `cases` with `faulty.py`, its twin `healthy.py`, which dif
     truth             the fault measured without the tools: relative distance from one process, for both scripts
     blind             the case was first run when the tool was finished
 
+`healthy` holds right scripts that look suspicious; `healthy/scripts.json` names what each follows, why it looks
+suspicious, and its distance from one process.
+
 `run` adds to what is recorded. A faulty script counts as found if the tool exits with 1, and a healthy one as a false
 alarm. The line is right if it is `line` or one of `also`. The cause is right if it is listed in CAUSES for the kind.
 """
@@ -128,21 +131,33 @@ def judge(tool: str, script: Path, steps: int) -> dict[str, Any]:
     return {"code": done.returncode, "causes": causes, "lines": lines, "seconds": seconds, "text": done.stdout[:600]}
 
 
+def suspicious(only: list[str]) -> Iterator[Path]:
+    """The right scripts that look suspicious."""
+    for name in json.loads((HERE / "healthy" / "scripts.json").read_text()):
+        if not only or name in only:
+            yield HERE / "healthy" / f"{name}.py"
+
+
 def run(tools: list[str], only: list[str], steps: int, jobs: int) -> None:
     known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"cases": {}}
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     known |= {"command": shlex.join(["python", *sys.argv]), "machine": machine(), "steps": steps, "time": now}
     known.setdefault("runs", []).append({"command": known["command"], "time": now})
-    todo = [
-        (folder, case, tool, twin) for folder, case in cases(only) for tool in tools for twin in ("faulty", "healthy")
-    ]
+    todo: list[tuple[dict[str, Any], str, str, Path]] = []  # the record of a script, its entry, the tool, the script
+    for folder, case in cases(only):
+        record = known["cases"].setdefault(folder.name, {"kind": case["kind"]})
+        record["blind"] = case.get("blind", False)
+        twins = ("faulty", "healthy")
+        todo += [(record, f"{tool} {twin}", tool, folder / f"{twin}.py") for tool in tools for twin in twins]
+    for script in suspicious(only):
+        record = known.setdefault("healthy", {}).setdefault(script.stem, {})
+        todo += [(record, tool, tool, script) for tool in tools]
     with ThreadPoolExecutor(jobs) as pool:
-        made = pool.map(lambda one: judge(one[2], one[0] / f"{one[3]}.py", steps), todo)
-        for (folder, case, tool, twin), found in zip(todo, made, strict=True):
-            record = known["cases"].setdefault(folder.name, {"kind": case["kind"]})
-            record["blind"] = case.get("blind", False)
-            record[f"{tool} {twin}"] = {**found, "at_once": jobs}
-            print(folder.name, tool, twin, found["code"], found["causes"], found["lines"], found["seconds"], flush=True)
+        made = pool.map(lambda one: judge(one[2], one[3], steps), todo)
+        for (record, entry, _, script), found in zip(todo, made, strict=True):
+            record[entry] = {**found, "at_once": jobs}
+            place = "/".join(script.parts[-2:])
+            print(place, entry, found["code"], found["causes"], found["lines"], found["seconds"], flush=True)
             known["figures"] = all_figures(known)
             RESULTS.write_text(json.dumps(known, indent=1) + "\n")
 
@@ -165,7 +180,7 @@ def figures(known: dict[str, Any], tool: str, blind: bool | None = None) -> dict
     rows = [
         (of[name], record[f"{tool} faulty"], record[f"{tool} healthy"])
         for name, record in known["cases"].items()
-        if f"{tool} healthy" in record and blind in (None, record["blind"])
+        if {f"{tool} faulty", f"{tool} healthy"} <= record.keys() and blind in (None, record["blind"])
     ]
     if not rows:
         return None
@@ -186,6 +201,20 @@ def figures(known: dict[str, Any], tool: str, blind: bool | None = None) -> dict
     return dict(zip(COLUMNS, values, strict=True))
 
 
+def healthy_figures(known: dict[str, Any], tool: str) -> dict[str, int] | None:
+    """The figures of a tool on the right scripts that look suspicious; None if none was run."""
+    rows = [record[tool] for record in known.get("healthy", {}).values() if tool in record]
+    if not rows:
+        return None
+    seconds = sorted(one["seconds"] for one in rows)
+    return {
+        "healthy scripts": len(rows),
+        "healthy accused": sum(one["code"] == 1 for one in rows),
+        "healthy, cannot judge": sum(one["code"] not in (0, 1) for one in rows),
+        "median s": round(seconds[len(seconds) // 2]),
+    }
+
+
 def all_figures(known: dict[str, Any]) -> dict[str, dict[str, int]]:
     """ "TOOL, CASES" -> the figures."""
     found = {
@@ -193,15 +222,20 @@ def all_figures(known: dict[str, Any]) -> dict[str, dict[str, int]]:
         for tool in ("verify", "doctor")
         for title, blind in (("blind", True), ("seen", False), ("all", None))
     }
+    found |= {f"{tool}, right scripts": healthy_figures(known, tool) for tool in ("verify", "doctor")}
     return {name: values for name, values in found.items() if values is not None}
 
 
 def table(known: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    lines = ["| tool, cases | " + " | ".join(COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
+    """The figures as Markdown: one table of the cases, one of the right scripts."""
+    lines: list[str] = []
+    columns: tuple[str, ...] = ()
     for name, found in all_figures(known).items():
+        if tuple(found) != columns:
+            columns = tuple(found)
+            lines += ["", "| tool, cases | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
         lines.append(f"| {name} | " + " | ".join(map(str, found.values())) + " |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines).lstrip() + "\n"
 
 
 def main() -> None:

@@ -92,6 +92,12 @@ class Interrupts:
             self.received.append(signal.SIGTERM)
         return self.received[0] if self.received else None
 
+    def beside(self) -> Interrupts:
+        """Interrupts for another run at the same time, in another thread. They see the signals that this one gets."""
+        other = Interrupts()
+        other.received = self.received
+        return other
+
     def check(self) -> None:
         """Raise Stopped if the run must end now."""
         if (signum := self.due) is not None:

@@ -23,6 +23,12 @@ _MAX_ELEMENTS_READ = 1 << 20  # in a larger tensor, only evenly spaced columns a
 _MAX_STEPS, _MAX_PADDED = 8192, 65536  # padded_rows: limits for the steps and the elements of a row
 
 
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy on the CPU. After `numpy()` of the tensor itself, FSDP could not resize its storage."""
+    found = tensor.detach().cpu()
+    return found.clone(memory_format=torch.contiguous_format) if tensor.device.type == "cpu" else found.contiguous()
+
+
 def tensors_in(batch: Any, depth: int = 0) -> Iterator[torch.Tensor]:
     """Yield the tensors in nested lists, tuples and mappings (transformers' BatchEncoding is a mapping but no dict)."""
     if isinstance(batch, torch.Tensor):
@@ -42,7 +48,7 @@ def digest(*tensors: torch.Tensor, most: int | None = None) -> str:
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
         some = flat if most is None else flat[:: max(1, flat.numel() // most)]
-        made.update(some.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        made.update(own_copy(some).view(torch.uint8).numpy().tobytes())
     return made.hexdigest()[:16]
 
 
@@ -54,8 +60,8 @@ def row_digests(tensor: torch.Tensor) -> list[int]:
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:
-    values = tensor.detach().cpu()
-    return (values.float() if values.dtype is torch.bfloat16 else values).contiguous().numpy()
+    values = own_copy(tensor)
+    return (values.float() if values.dtype is torch.bfloat16 else values).numpy()
 
 
 def sample(tensor: torch.Tensor) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -17,7 +18,7 @@ from paceline.launcher.output import Output
 from paceline.launcher.plan import Plan, make_plan
 from paceline.trials.spec import TrialSpec
 from paceline.trials.start import Length, Script, Start
-from paceline.world import TRIAL
+from paceline.world import THREAD_BUDGET, TRIAL
 
 _WHO = re.compile(r"^rank \d+ (failed: )?")
 _MODULE = re.compile(r"\bpaceline\.errors\.")
@@ -61,6 +62,7 @@ def launch_trial(
     output: Output,
     tidy: bool = False,
     worker: str | None = None,
+    threads: int | None = None,
 ) -> str | None:
     """Run one trial to its end. Return None, or the reason for its failure in one line.
 
@@ -68,6 +70,8 @@ def launch_trial(
         spec: the task of the workers.
         worker: the module that each worker runs; None: the usual one.
         tidy: do not let Python write compiled files beside the script's modules.
+        threads: the number of threads of each process, unless the user has set OMP_NUM_THREADS. None: a process's share
+            of the cores.
 
     Raises:
         Stopped: a signal came; all processes have ended.
@@ -75,6 +79,8 @@ def launch_trial(
     from paceline.launcher.supervise import supervise
 
     own = {TRIAL: spec.to_json()} | ({"PYTHONDONTWRITEBYTECODE": "1"} if tidy else {})
+    if threads is not None and "OMP_NUM_THREADS" not in os.environ:
+        own |= {"OMP_NUM_THREADS": str(threads), THREAD_BUDGET: str(threads)}
     try:
         planned = replace(plan_trial(script, start, length), variables=own)
         planned = planned if worker is None else replace(planned, worker=worker)

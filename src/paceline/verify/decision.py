@@ -39,9 +39,10 @@ from paceline.verify.run_level_answers import (
     no_run,
 )
 from paceline.verify.run_record import RunRecord
-from paceline.verify.runs import Runs
+from paceline.verify.runs import SUBJECT, Runs
 from paceline.verify.tolerances import Difference, norm
 from paceline.verify.traced_runs import FaultLocator
+from paceline.verify.update_order import answer_for_left_out_update
 
 
 def decide(runs: Runs) -> Answer:
@@ -54,6 +55,10 @@ def decide(runs: Runs) -> Answer:
 def _decided(runs: Runs) -> Answer:
     """The answer, before its sentences are checked."""
     failed = runs.run("A")
+    left_out = answer_for_left_out_update(runs.folder(SUBJECT), runs.start.processes)
+    if left_out is not None:
+        runs.recorded.add(SUBJECT)
+        return left_out
     if failed is not None:
         return answer_for_failed_run(runs, failed)
     ours = runs.load("A", runs.start.processes)

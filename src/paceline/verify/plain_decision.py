@@ -47,6 +47,8 @@ _NOT_COMPARED = {
 }
 
 
+_C2 = {"perturbed": True, "reversed_batches": True}
+_VAGUE = (None, "unknown", "batch-level", "forward-differs")  # paceline doctor may know more about the cause
 _COMPARABLE = 0.1  # the largest difference of a gradient, in parts of its norm, that "the same" allows
 
 
@@ -66,7 +68,7 @@ class _PlainComparison:
         self._runs, self._ours = runs, ours
         self._subject = SubjectRun(ours)
         self._processes = len(ours.ranks)
-        self._how: dict[str, Any] = {"processes": self._processes}
+        self._how: dict[str, Any] = {"processes": self._processes, "divided_model": self._subject.divide_model}
         self._notes: list[Claim] = []
         self._skipped: int | None = None  # an update that one process makes from other batches
 
@@ -207,16 +209,16 @@ class _PlainComparison:
 
     def _whole(self) -> tuple[RunRecord | None, str]:
         """(C or S, ""), or (None, the reason why neither can be compared)."""
-        found, why = self._runs.run_single_process("C", SINGLE, **self._how)
+        found, why = self._run_whole("C")
         ahead = batches_ahead(self._ours)
-        mine = theirs = batches_per_update(self._ours)
+        mine = theirs = batches_per_update(self._ours) / (self._processes if self._subject.are_dispatched else 1)
         if found is not None:
             theirs = batches_per_update(found, ahead)
         elif not self._ran_out("C"):
             return None, f"the script could not run in one process: {why}"
         if found is None or theirs == mine * self._processes:
             self._how["separate_batches"] = True
-            found, why = self._runs.run_single_process("S", SINGLE, **self._how)
+            found, why = self._run_whole("S")
             if found is None:
                 return None, f"the script could not run in one process: {why}"
             theirs = batches_per_update(found, ahead) / self._processes
@@ -308,7 +310,7 @@ class _PlainComparison:
 
     def _with_other_examples(self, whole: RunRecord) -> int | None:
         """The first step with different examples in A and C, or None."""
-        if "separate_batches" in self._how:
+        if "separate_batches" in self._how or self._subject.are_dispatched:
             return None
         for step in range(min(self._ours.steps, whole.steps)):
             mine, theirs = (
@@ -322,6 +324,11 @@ class _PlainComparison:
                 return step
         return None
 
+    def _run_whole(self, name: str) -> tuple[RunRecord | None, str | None]:
+        """Make C or S, and C2 at the same time."""
+        with self._runs.ahead("C2", SINGLE, **{**self._how, **_C2}):
+            return self._runs.run_single_process(name, SINGLE, **self._how)
+
     def _run(self, name: str, **how: Any) -> RunRecord | None:
         return self._runs.run_single_process(name, SINGLE, **{**self._how, **how})[0]
 
@@ -332,7 +339,7 @@ class _PlainComparison:
         def measured(other: RunRecord | None) -> Tolerances:
             return Tolerances(whole, other, record["precision"], record["tf32"])
 
-        tolerances = measured(self._run("C2", perturbed=True, reversed_batches=True))
+        tolerances = measured(self._run("C2", **_C2))
         if tolerances.rounding_only:
             return tolerances
         again, exact = self._run("C4"), measured(None)
@@ -436,14 +443,15 @@ class _PlainComparison:
                 ours.name,
                 whole.name,
             )
-        if self._subject.exchanges and not self._subject.share_batches and not ours.in_parts:
+        if self._subject.exchanges and not self._subject.share_batches and not self._subject.divide_model:
             return _unknown(
                 "the script exchanges tensors between the ranks in a model's forward (context or expert parallelism), "
                 "and the ranks get different batches. So verify does not know how their examples make one batch.",
                 ours.name,
                 whole.name,
             )
-        losses = self._losses_differ(whole, first.step) if ours.in_parts and self._subject.share_batches else None
+        divided = self._subject.divide_model and self._subject.share_batches
+        losses = self._losses_differ(whole, first.step) if divided else None
         if losses is not None and (cause is None or not cause.accused):
             text = (
                 f"\nThe loss differs too: {losses[0]:.6g} in your run, {losses[1]:.6g} in one process. So the ranks' "
@@ -458,6 +466,14 @@ class _PlainComparison:
             )
             claims = [claim_from(f"different. {describe(first)}", ours, whole), claim_from(text, ours, whole)]
             return self._located(answer_with(DIFFERENT, claims, found, "backward-lost"))
+        if cause is not None and not cause.accused and whole.step_records(first.step)[0].get("gradient_in_gather"):
+            text = (
+                "\nThe script gathers tensors that have gradients, and the gathered tensors have none. In one "
+                "process the gradients pass.\n"
+                "Remedy: gather with torch.distributed.nn.functional.all_gather."
+            )
+            claims = [claim_from(f"different. {describe(first)}", ours, whole), claim_from(text, ours, whole)]
+            return self._located(answer_with(DIFFERENT, claims, found, "backward-lost"))
         if cause is not None and not cause.accused and self._fault is None:
             text = (
                 f"the same up to the loss of a batch. The gradients of your run are {cause.sentence} (in-batch "
@@ -469,7 +485,7 @@ class _PlainComparison:
         claims = [claim_from(f"different. {describe(first)}", ours, whole)]
         if cause is not None:
             share = f"In {len(cause.names)} of {len(ours.parameters)} parameters, the gradient is {cause.sentence}."
-            if ours.in_parts and cause.key == "not-reduced":
+            if self._subject.divide_model and cause.key == "not-reduced":
                 share = (
                     f"In {len(cause.names)} parameters that all ranks hold, such as {cause.names[0]}, the gradient "
                     "comes from rank 0's part of the model alone: a backward between the ranks lacks an all-reduce."
@@ -555,14 +571,14 @@ class _PlainComparison:
         fault = self._fault
         steps = self._ours.step_records(answer.step or 0)
         record = self._ours.ranks[0]
-        found = locate(answer.cause, steps, record["made"], record["loss_nodes"], bool(self._ours.in_parts))
+        found = locate(answer.cause, steps, record["made"], record["loss_nodes"], self._subject.divide_model)
         beside = found and (found.at if fault is not None else found.beside)
         answer.beside = f"{beside[0]}:{beside[1]}" if beside else None
         if fault is not None:
             answer.remedy, answer.file, answer.line = fault["remedy"], fault["file"], fault["line"]
             if answer.cause != "same-examples" or answer.beside is None:
                 answer.beside = fault["beside"] or answer.beside
-            answer.cause = answer.cause if answer.cause not in (None, "unknown", "batch-level") else fault["cause"]
+            answer.cause = answer.cause if answer.cause not in _VAGUE else fault["cause"]
             where = f"{fault['file']}:{fault['line']}: " if fault["file"] else ""
             answer.claims.append(
                 Claim(

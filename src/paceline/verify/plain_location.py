@@ -69,6 +69,8 @@ def locate(
             return _at(lines["past_wrapper"], made.get("wrapper"), "The forward that bypasses the wrapper is at")
         if lines.get("no_sync"):
             return _at(lines["no_sync"], lines.get("backward"), "The backward runs under no_sync, at")
+    if cause == "backward-lost" and lines.get("cut_gather"):
+        return _at(lines["cut_gather"], lines.get("forward"), "The tensors are gathered at")
     between = cause == "backward-lost" or in_parts
     if between and (calls := _calls_in_forward(mine, lines)):
         return _at(calls[0][2][0][:2], calls[0][2][1][:2], "The ranks exchange tensors in the forward at")

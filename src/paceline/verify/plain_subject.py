@@ -13,8 +13,11 @@ from torch import Tensor
 
 from paceline.observe.write_tracer import EXCHANGE
 from paceline.verify.answer import DIFFERENT, Answer, claim_from
+from paceline.verify.plain_worker.examples import are_dispatched
 from paceline.verify.run_record import RunRecord
+from paceline.verify.tolerances import norm
 
+_ROUNDING = 1e-3  # the largest difference of equal gradients on two ranks, in parts of their norm
 _MIN_OVERLAP = 4  # examples that two ranks have in common; padding repeats fewer
 
 
@@ -60,7 +63,7 @@ class SubjectRun:
         if len({tuple(keys[0]) for keys in filled}) == 1:  # one batch again and again: a test of the script
             return None
         inputs = [[step.get("inputs") for step in record["steps"]] for record in self._ours.ranks]
-        if any(other != inputs[0] for other in inputs) or self.different_at_start or self._ours.in_parts:
+        if any(other != inputs[0] for other in inputs) or self.different_at_start or self.divide_model:
             return None  # the ranks divide a batch, or a model, that they all have
         text = (
             f"different. In each of the {len(filled)} steps, all ranks compute the same examples, so "
@@ -104,11 +107,33 @@ class SubjectRun:
         return None
 
     @cached_property
-    def share_batches(self) -> bool:
-        """Whether the ranks divide batches that they all have, or a model, as under tensor parallelism."""
-        by_function = self._ours.ranks[0].get("batch_function") is not None
+    def are_dispatched(self) -> bool:
+        """Whether rank 0 reads the batches of all ranks."""
+        return are_dispatched([record["passes"] for record in self._ours.ranks])
+
+    @cached_property
+    def _equal_keys(self) -> bool:
+        """Whether all ranks have the same examples."""
         keys = [[step["keys"] for step in record["steps"]] for record in self._ours.ranks]
-        return (by_function or bool(self._ours.in_parts)) and all(other == keys[0] for other in keys)
+        return all(other == keys[0] for other in keys)
+
+    @cached_property
+    def divide_model(self) -> bool:
+        """Whether each rank computes a part of the model, as under tensor parallelism.
+
+        Either each rank holds parts of some parameters, or torch shards them. Or all ranks hold all weights and have
+        the same examples, exchange tensors in the forward, and each has other gradients before they are reduced.
+        """
+        if self._ours.in_parts or any(record["computes_sharded"] for record in self._ours.ranks):
+            return True
+        local = self.local_gradients(0) if self.exchanges and self._equal_keys else None
+        return local is not None and any(_differ(local[0], other) for other in local[1:])
+
+    @cached_property
+    def share_batches(self) -> bool:
+        """Whether the ranks divide batches that they all have, or a model."""
+        by_function = self._ours.ranks[0].get("batch_function") is not None
+        return (by_function or self.divide_model) and self._equal_keys
 
     def ranks_differ_later(self) -> Answer | None:
         """An answer if the ranks hold different weights after an update."""
@@ -142,6 +167,12 @@ class SubjectRun:
                 return True
             apart = any(record["after"] != records[0]["after"] for record in records)
         return False
+
+
+def _differ(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:
+    """Whether the backwards of two ranks add different gradients, by more than rounding."""
+    pairs = [(a[name], b[name]) for a, b in zip(one, other, strict=False) for name in a.keys() & b.keys()]
+    return any(norm(a - b) > _ROUNDING * norm(a) for a, b in pairs)
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

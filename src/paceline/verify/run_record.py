@@ -62,6 +62,10 @@ class RunRecord:
         """Call it after files of a run have been replaced."""
         _tensors.cache_clear()
 
+    def moved_buffers(self, step: int) -> list[dict[str, Tensor]]:
+        """By how much the forwards of a step have changed buffers, on each rank (plain_recorder.py)."""
+        return [self.tensors(f"moved-{step}-r{record['rank']}") for record in self.ranks]
+
     def gradients(self, step: int, update: int) -> dict[str, Tensor]:
         """The gradients of the whole model before an update, merged over all ranks."""
         found: dict[str, Tensor] = {}

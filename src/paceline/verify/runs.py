@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline import strategies
 from paceline.config import StrategySpec, parse_strategy
@@ -55,6 +56,13 @@ class VerifyOptions:
     json_file: str | None = None  # the file for the answer
 
 
+class RunAhead(NamedTuple):
+    """A run that was made before its result was needed."""
+
+    spec: TrialSpec
+    failed: str | None  # why it failed
+
+
 class Runs:
     """The runs of one comparison. A subclass launches them.
 
@@ -69,6 +77,7 @@ class Runs:
     def __init__(self, options: VerifyOptions, nproc: int, folder: str, count: Callable[[], int]) -> None:
         self.options, self.nproc, self._folder, self._count = options, nproc, folder, count
         self.start = Start(None, nproc, options.precision)  # of the subject run
+        self.made_ahead: dict[str, RunAhead] = {}  # by the name of the run
         self.recorded: set[str] = set()  # the runs that left records of steps
         self.plain = True  # whether the script may be one that does not use Paceline
         self.may_trace = True  # whether further runs may be made to find the line of a fault
@@ -97,7 +106,17 @@ class Runs:
             strategy: the strategy of a run of one process. None: the strategy and the processes of the subject run.
             how: fields of TrialSpec, such as dropout_off=True.
         """
+        start, spec = self.planned(name, strategy, how)
+        made = self.made_ahead.pop(name, None)
+        if made is not None and made.spec == spec and made.failed is None:
+            return None
+        if made is not None:
+            self.discard(name)
         os.makedirs(self.folder(name))
+        return self.launch_run(name, start, spec)
+
+    def planned(self, name: str, strategy: StrategySpec | None, how: Mapping[str, Any]) -> tuple[Start, TrialSpec]:
+        """The start and the task of a run (see `run`)."""
         start = self.start if strategy is None else Start(strategy, 1, self.options.precision)
         spec = {
             "directory": self.folder(name),
@@ -106,7 +125,15 @@ class Runs:
             "is_subject": name == SUBJECT,
             "single_process": strategy is not None,
         }
-        return self.launch_run(name, start, TrialSpec(**{**spec, **how}))
+        return start, TrialSpec(**{**spec, **how})
+
+    def ahead(self, name: str, strategy: StrategySpec, **how: Any) -> contextlib.AbstractContextManager[None]:
+        """Make a run of one process at the same time as another one, which the caller makes in this context.
+
+        A later call of `run` with the same arguments returns its result. A subclass without room for two runs makes
+        none.
+        """
+        return contextlib.nullcontext()
 
     def discard(self, name: str) -> None:
         """Remove the files of a run, so that it can be made again."""

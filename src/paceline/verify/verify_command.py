@@ -12,10 +12,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
+from paceline.config import StrategySpec
 from paceline.doctor.doctor_command import DoctorOptions, examine
 from paceline.doctor.findings import MODEL
 from paceline.errors import SettingError, printable
@@ -28,9 +34,10 @@ from paceline.trials.spec import TrialSpec
 from paceline.trials.start import Length, Start
 from paceline.trials.trial import check_script, launch_trial, plan_trial, quiet_output
 from paceline.verify.decision import decide
-from paceline.verify.runs import Runs, VerifyOptions, describe_run
+from paceline.verify.runs import RunAhead, Runs, VerifyOptions, describe_run
 
 PLAIN_WORKER = "paceline.verify.plain_worker.rank_program"
+_AT_ONCE = 2  # runs of one process, on a machine without accelerators
 _WATCHED = 24  # doctor watches more steps than a short comparison: some faults show in a second epoch only
 
 
@@ -73,14 +80,58 @@ class LaunchedRuns(Runs):
         super().__init__(options, nproc, folder, device_count)
         self._interrupts = interrupts
         self.length = Length(options.steps, 0, options.deadline)
+        self._beside: Future[str | None] | None = None  # the run that `ahead` makes now
+
+    @contextlib.contextmanager
+    def ahead(self, name: str, strategy: StrategySpec, **how: Any) -> Iterator[None]:
+        cores = available_cores()
+        if cores < _AT_ONCE or device_count() > 0:  # both runs would use the first accelerator
+            yield
+            return
+        if self.made_ahead.pop(name, None) is not None:
+            self.discard(name)
+        start, spec = self.planned(name, strategy, how)
+        os.makedirs(self.folder(name))
+        with ThreadPoolExecutor(1) as pool:
+            self._beside = pool.submit(self._launch, name, start, spec, self._interrupts.beside(), _AT_ONCE)
+            try:
+                yield
+            finally:
+                made, self._beside = self._beside, None
+                self._wait(made)
+        self.made_ahead[name] = RunAhead(spec, made.result())
+
+    def _wait(self, run: Future[str | None]) -> None:
+        """Wait for the end of a run in another thread. A signal ends it too, before it ends this thread."""
+        self._interrupts.deferred = True
+        wait([run])
+        self._interrupts.deferred = False
+        self._interrupts.check()
 
     def launch_run(self, name: str, start: Start, spec: TrialSpec) -> str | None:
+        if self._beside is None:
+            return self._launch(name, start, spec, self._interrupts, 1)
+        failed = self._launch(name, start, spec, self._interrupts, _AT_ONCE)
+        if failed is None:
+            return None
+        # The two runs may have disturbed each other, because the script writes files. So make this one again, alone.
+        self._wait(self._beside)
+        self.discard(name)
+        os.makedirs(self.folder(name))
+        return self._launch(name, start, spec, self._interrupts, 1)
+
+    def _launch(self, name: str, start: Start, spec: TrialSpec, interrupts: Interrupts, at_once: int) -> str | None:
+        """Launch a run while this number of runs share the cores. So each may take longer."""
         strategy = f" ({start.strategy})" if start.strategy is not None else ""
         streams.write(sys.stderr, f"{name}: {describe_run(name)}{strategy} ...\n")
         with quiet_output() as output:
             worker = PLAIN_WORKER if self.plain else None
+            length = replace(self.length, seconds=self.length.seconds * at_once)
+            # As many threads as a process of the subject run has: a script may compute its data or a teacher at its
+            # start, and the number of threads changes their last bits.
+            threads = max(1, available_cores() // self.start.processes)
             return launch_trial(
-                self.options.script, start, self.length, spec, self._interrupts, output, tidy=True, worker=worker
+                self.options.script, start, length, spec, interrupts, output, tidy=True, worker=worker, threads=threads
             )
 
     def find_faults(self) -> list[dict[str, Any]]:

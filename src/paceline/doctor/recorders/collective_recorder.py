@@ -70,6 +70,7 @@ _SETTLE_SECONDS = 0.05
 _MIN_ELEMENTS, _COMPARED, _ROUNDING = 4, 64, 2e-2
 # Limits: elements of a recorded result; digested gradients; recorded results.
 _MAX_VALUES, _MAX_DIGESTS, _MAX_RESULTS = 16, 400, 600
+_MAX_IN_FORWARD = 40  # digested tensors that the script sends in a forward
 
 
 class CollectiveRecorder:
@@ -170,6 +171,8 @@ class CollectiveRecorder:
                 return
             tensor, must_match, fields = self._describe(op, given)
             fields |= self._sent(op, tensor, fields)
+            if tensor is not None and self._is_exchange() and self.log.few("in_forward", _MAX_IN_FORWARD):
+                fields["in_forward"] = digest(tensor, most=SOME)
             try:
                 with self.during(op, group, fields.get("number"), **must_match):
                     result = yield
@@ -184,6 +187,10 @@ class CollectiveRecorder:
             self.log.record("coll", op=op, path=[] if known else self.log.stack.call_stack(), **fields)
 
         return watch
+
+    def _is_exchange(self) -> bool:
+        """Does the script itself call this collective, in a model's forward?"""
+        return bool(self._shared.models.forward_depth) and self.log.stack.called_by_script()
 
     def _hold_handle(self, work: Any, fields: dict[str, Any]) -> None:
         """Keep the handle of an asynchronous gradient reduction until the script waits for it, or the next step."""

@@ -47,7 +47,7 @@ class ModelRecorder:
         self.ddp_of: Any = WeakIdKeyDictionary()  # parameter -> the number of the DDP module that reduces it
         self._ddp_holding: Any = WeakIdKeyDictionary()  # module or buffer -> the number of the DDP module around it
         self._in_batch_norm = False
-        self._forward_depth = 0  # number of nested recorded forwards under way
+        self.forward_depth = 0  # number of nested recorded forwards under way
         self.before_forward: Callable[[], None] | None = None  # called once, before the next forward
         self._ddp_wrapping: Any = WeakIdKeyDictionary()  # module -> the number of the DDP module that wraps it
         self._unwrapped: Any = WeakIdKeyDictionary()  # root modules that an optimizer trains
@@ -135,11 +135,11 @@ class ModelRecorder:
         yield from self._inside_forward()
 
     def _inside_forward(self) -> Generator[None, Any, None]:
-        self._forward_depth += 1
+        self.forward_depth += 1
         try:
             yield
         finally:
-            self._forward_depth -= 1
+            self.forward_depth -= 1
 
     def _run_before_forward(self) -> None:
         if self.before_forward is not None:
@@ -148,7 +148,7 @@ class ModelRecorder:
 
     def around_inner_forward(self, module: Any, /, *args: Any, **options: Any) -> Generator[None, Any, None]:
         """Record the forward of a class that DDP may wrap, if the call bypasses DDP or the model has no DDP."""
-        if self._forward_depth:
+        if self.forward_depth:
             return
         self._run_before_forward()
         number = self._ddp_wrapping.get(module)

@@ -80,6 +80,17 @@ class OutputRecorder:
     def before_add_scalar(self, *args: Any, **options: Any) -> None:
         self._record_output("TensorBoard", " ".join(map(str, (*args[1:3], *options.values()))))
 
+    def patch_lightning(self, module: Any) -> None:
+        for name in ("EarlyStopping", "ModelCheckpoint"):
+            if hasattr(module, name):
+                self.log.patches.before(getattr(module, name), "on_validation_end", self.before_decision)
+
+    def before_decision(self, callback: Any, trainer: Any, *_: Any, **__: Any) -> None:
+        """Record the metric by which a callback of Lightning decides."""
+        value = trainer.callback_metrics.get(callback.monitor)
+        if value is not None and self.log.few("decides", _MAX_OUTPUTS):
+            self.log.record("decides", by=callback.monitor, value=float(value), who=type(callback).__name__)
+
     # --- checkpoints
 
     def around_save(self, *args: Any, **options: Any) -> Generator[None, Any, None]:
@@ -114,3 +125,6 @@ def install(log: EventLog) -> None:
     patches.around(torch, "save", recorder.around_save)
     patches.replace(torch.serialization, "save", torch.save)
     after_import("torch.utils.tensorboard.writer", recorder.patch_tensorboard)
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        for module in ("early_stopping", "model_checkpoint"):
+            after_import(f"{package}.callbacks.{module}", recorder.patch_lightning)

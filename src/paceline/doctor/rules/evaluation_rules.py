@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter, defaultdict
@@ -20,6 +21,7 @@ from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding
 from paceline.observe.expressions import divided_by_world
 
 MIN_BATCHES = 2  # batches of an evaluation that ends early: a script may read a single batch for its shapes
+_UNLIKE = 1e-6  # relative difference between metrics that are not equal
 _MAX_COUNTS = 4  # a gather of at most this many numbers may gather counts of examples
 _GATHER_FOR_METRICS = "Use accelerator.gather_for_metrics, which drops the duplicates; accelerator.gather keeps them."
 _SUMS = ("all_reduce", "reduce")
@@ -74,7 +76,7 @@ def findings(run: RecordedRun) -> list[Finding]:
     """padded_evaluation, local_metric, mean_of_means: the first of each."""
     if run.world_size < 2 or run.processes < 2:
         return []
-    return first_of_each(run, _padded, _local_metric, _mean_of_means)
+    return first_of_each(run, _padded, _local_metric, _mean_of_means, _decided_alone)
 
 
 def evaluating_loaders(run: RecordedRun) -> list[str]:
@@ -257,6 +259,20 @@ def _local_metric(run: RecordedRun) -> Iterator[Finding]:
         for one in evaluations(run, loader):
             yield from _logged_alone(run, one)
         yield from _evaluated_alone(run, loader)
+
+
+def _decided_alone(run: RecordedRun) -> Iterator[Finding]:
+    """local_metric: a callback decides by a metric that differs between the ranks."""
+    for events in zip(*run.per_peer("decides")):
+        mine, *others = events
+        for rank, other in zip(run.peers[1:], others):
+            known = other["by"] == mine["by"] and math.isfinite(mine["value"]) and math.isfinite(other["value"])
+            if known and not math.isclose(mine["value"], other["value"], rel_tol=_UNLIKE):
+                evidence = (
+                    f"{mine['who']} decides by {mine['by']!r}, which is {mine['value']:.6g} on rank {run.peers[0]} and "
+                    f"{other['value']:.6g} on rank {rank}"
+                )
+                yield finding_at("local_metric", script_lines.unsynced_log(run, {mine["by"]}), evidence)
 
 
 def _evaluated_alone(run: RecordedRun, loader: str) -> Iterator[Finding]:

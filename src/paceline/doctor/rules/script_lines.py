@@ -204,12 +204,13 @@ def _by_rank(call: ast.Call) -> bool:
     return any(_RANKS.search(ast.unparse(a)) for a in (*call.args, *(k.value for k in call.keywords)))
 
 
-def unsynced_log(run: RecordedRun) -> Line:
-    """The line that logs, without synchronizing it between ranks, a metric that a scheduler monitors by name."""
+def unsynced_log(run: RecordedRun, monitored: Collection[str] = ()) -> Line:
+    """The line that logs, without synchronizing it between ranks, a metric that a scheduler monitors by name, or one of
+    these names."""
     for file in _files(run):
         pairs = [(k, v) for n in nodes_of(file) if isinstance(n, ast.Dict) for k, v in zip(n.keys, n.values)]
         names = {v.value for k, v in pairs if isinstance(k, ast.Constant) and k.value == "monitor"
-                 if isinstance(v, ast.Constant)}  # fmt: skip
+                 if isinstance(v, ast.Constant)}.union(monitored)  # fmt: skip
         for n in calls_of(file, "log", "log_dict"):
             said = {getattr(part, "value", None) for part in ast.walk(n.args[0])} if n.args else set()
             if names & said and keyword(n, "sync_dist") is None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +29,7 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.data.draws import RowKeys
-from paceline.observe.digests import tensors_in
+from paceline.observe.digests import own_copy, tensors_in
 from paceline.observe.patching import Patches
 from paceline.torch_private.observed import persistent_iterator, pin_batch
 from paceline.trials.spec import TrialEnded
@@ -117,6 +118,7 @@ class Loaders:
         self._active = active
         self._folder, self._rank, self._draws, self._replay = folder, rank, draws, replay
         self._numbers: Any = WeakIdKeyDictionary()  # loader -> its number
+        self._next_number = itertools.count()
         self._passes: dict[int, int] = {}
         self.passes: list[list[Any]] = []  # [loader, pass, batches, whether the pass has ended]
         self.yields = 0
@@ -125,6 +127,7 @@ class Loaders:
         self.bytes = 0
         self.problem = ""  # why examples could not be recorded
         self.recording = True
+        self._updated = False  # whether the script has made an update
         self._without_loaders: dict[int, Iterator[list[Recorded]]] = {}  # INPUTS and TARGETS to replay
         if replay is not None and replay.has_inputs:
             self._without_loaders = {number: replay.batches(number, 0) for number in (INPUTS, TARGETS)}
@@ -137,12 +140,17 @@ class Loaders:
         def __iter__(loader: Any) -> Any:
             if not self._active() or not self.recording or not torch.is_grad_enabled():
                 return original(loader)
-            number = self._numbers.setdefault(loader, len(self._numbers))
+            if loader not in self._numbers:
+                self._numbers[loader] = next(self._next_number)  # loaders that are gone keep their numbers
+            number = self._numbers[loader]
             self._passes[number] = self._passes.get(number, -1) + 1
             place = [number, self._passes[number], 0, False]
             is_list = loader.batch_sampler is not None
             if self._replay is not None:
                 return self._replayed(place, loader.collate_fn, is_list)
+            if not self._updated:  # forwards before training, such as one that shows the shapes of a layer
+                self.passes = [one for one in self.passes if one[0] not in (INPUTS, TARGETS)]
+                self.yields, self.keys = (self.yields, self.keys) if self.passes else (0, [])
             self.passes.append(place)
             collate = loader.collate_fn
             try:
@@ -185,7 +193,12 @@ class Loaders:
         self._draws.begin_batch(batch, np.asarray(keys, np.uint64), sizes)
 
     def inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Record or replace the inputs of a model's forward, if the script has no DataLoader."""
+        """Record or replace the inputs of a model's forward, if the script has no DataLoader.
+
+        Inputs with a gradient come from another model, as in a GAN.
+        """
+        if any(tensor.requires_grad for tensor in tensors_in(args)):
+            return args
         if self._replay is not None:
             if not self._without_loaders:
                 return args
@@ -267,6 +280,7 @@ class Loaders:
 
     def take_keys(self) -> list[list[Any]]:
         """The examples of the batches since the last call."""
+        self._updated = True
         found, self.keys = self.keys, []
         return found
 
@@ -335,7 +349,10 @@ class Replay:
         self._folder, self._passes, self._common = folder, passes, common
         self._only, self._separately, self._reverse = only_rank, separately, reverse
         self.repeats = len(passes) if separately else 1  # batches of this process for a batch of each rank
-        self.has_inputs = any(place[0] == INPUTS for places in passes for place in places)
+        self._dispatched = are_dispatched(passes)
+        self.has_inputs = any(
+            place[0] == INPUTS for places in passes[: 1 if self._dispatched else None] for place in places
+        )
         self.exhausted = False  # whether the script asked for more than was recorded
 
     @cached_property
@@ -361,10 +378,11 @@ class Replay:
         found = [
             [place for place in passes if place[:2] == [number, one_pass]] for passes in self._passes
         ]  # of each rank
-        count = max((places[0][2] for places in found if places), default=0)
-        for batch in range(count):
-            ranks = range(len(self._passes)) if self._only is None else [self._only]
-            parts = [part for rank in ranks if (part := self._read(number, one_pass, batch, rank)) is not None]
+        count, all_ranks = max((places[0][2] for places in found if places), default=0), range(len(self._passes))
+        ranks = all_ranks if self._only is None else [self._only]
+        for batch in range(0, count, len(all_ranks) if self._dispatched else 1):
+            places = [(batch + rank, 0) if self._dispatched else (batch, rank) for rank in ranks]
+            parts = [part for place in places if (part := self._read(number, one_pass, *place)) is not None]
             if self._common and len({tuple(part.keys) for part in parts}) == 1:
                 parts = parts[:1]
             if self._reverse:
@@ -378,6 +396,15 @@ class Replay:
     @staticmethod
     def _reversed(part: Recorded) -> Recorded:
         return Recorded(part.examples[::-1], part.keys[::-1], True) if part.is_list else part
+
+
+def are_dispatched(passes: Sequence[Sequence[Sequence[Any]]]) -> bool:
+    """Whether rank 0 reads a batch for each rank and sends it, as Accelerate does for an IterableDataset.
+
+    passes: of each rank (Replay).
+    """
+    first, *others = (sum(batches for loader, _, batches, _ in places if loader >= 0) for places in passes)
+    return bool(others) and first > 0 and not any(others)
 
 
 def examples_path(folder: str, number: int, one_pass: int, batch: int, rank: int) -> str:
@@ -414,7 +441,7 @@ class _Pickler(pickle.Pickler):
         if type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided:
             value = value.detach()
             if value.dtype not in (torch.bfloat16, torch.complex32) and not value.is_quantized:
-                return torch.from_numpy, (value.contiguous().numpy().copy(),)
+                return torch.from_numpy, (own_copy(value).numpy(),)
             if value.untyped_storage().nbytes() > value.nbytes:
                 return _same, (value.clone(),)
         return NotImplemented
@@ -447,7 +474,7 @@ def content_key(example: Any) -> int:
 def _add(made: Any, value: Any, depth: int) -> None:
     made.update(type(value).__name__.encode())
     if isinstance(value, Tensor):
-        value = value.detach().cpu().contiguous()
+        value = own_copy(value)
         made.update(repr(tuple(value.shape)).encode() + value.view(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray) and value.dtype != object:
         made.update(repr(value.shape).encode() + np.ascontiguousarray(value).tobytes())

@@ -1,8 +1,10 @@
-"""Libraries that take a number of devices: in a run of one process, the number is one."""
+"""Libraries, and torch's meshes, that take a number of devices: in a run of one process, the number is one."""
 
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -28,6 +30,23 @@ def use_one_device() -> None:
 
     for name in _CLASSES:
         after_import(name, patch)
+
+
+def use_small_meshes() -> None:
+    """Make a device mesh with fixed sizes one of one process. Call it after torch has been imported."""
+    from torch.distributed import device_mesh
+
+    Patches().wrap(device_mesh, "init_device_mesh", _with_one_process)
+    torch_distributed = sys.modules["torch.distributed"]
+    if hasattr(torch_distributed, "init_device_mesh"):
+        torch_distributed.init_device_mesh = device_mesh.init_device_mesh  # type: ignore[attr-defined]
+
+
+def _with_one_process(original: Any) -> Any:
+    def init_device_mesh(device_type: str, mesh_shape: Sequence[int], *args: Any, **options: Any) -> Any:
+        return original(device_type, (1,) * len(mesh_shape), *args, **options)
+
+    return init_device_mesh
 
 
 def _with_one_device(original: Any) -> Any:

@@ -19,31 +19,36 @@ state-K            parameters, buffers and optimizer state after update K - 1
 start-K            the same as sketches
 grad-K-0-rN        gradients before clipping, on rank N
 local-K-B-rN       what backward B of the update has added on rank N, before a reduction
+moved-K-rN         by how much the forwards since the last update have changed buffers, on rank N
 take-K-0           gradients that the optimizer gets, on rank 0
 after-K-0          parameters and buffers after the update
 rank-N.json        the record
+order-N            the order of the updates and of the collectives of all ranks, on rank N, a line for each
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import json
 import os
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed import get_world_size
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as optim
 from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.weak import WeakIdKeyDictionary
@@ -63,6 +68,7 @@ from paceline.verify.plain_worker.batch_function import BatchFunctionFinder, Bat
 from paceline.verify.plain_worker.batch_norm import norm_of_each_rank
 from paceline.verify.plain_worker.examples import Loaders, Replay
 from paceline.verify.plain_worker.step_draws import StepDraws
+from paceline.verify.update_order import COLLECTIVE, UPDATE, order_path
 from paceline.verify.worker.perturbation import nudge_weights
 from paceline.verify.worker.record_files import (
     disk_space,
@@ -74,6 +80,12 @@ from paceline.verify.worker.record_files import (
 PORTED = "paceline.verify.worker.recorder"  # imported by `paceline.start` in a trial
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _LOSS_NODES = 16
+_SHARDING = ("FSDPModule", "FullyShardedDataParallel")
+_GATHERS = ("all_gather", "all_gather_into_tensor")  # their results have no gradient
+_OF_ALL = (
+    *("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor", "reduce_scatter"),
+    *("all_to_all_single", "all_to_all", "barrier"),
+)
 
 
 def _suspending_draws(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,6 +103,14 @@ def install(spec: TrialSpec, kind: str, script: str) -> PlainRecorder:
     """Start to record. Call it once, as soon as torch has been imported."""
     roots = [os.path.realpath(script)] if kind == "script" else [*module_files(script), os.getcwd()]
     return PlainRecorder(spec, ScriptStack(roots))
+
+
+def _communicates(module: nn.Module) -> bool:
+    """Whether all ranks make collectives for this forward together. These are not calls of torch.distributed's
+    functions."""
+    if isinstance(module, DistributedDataParallel):
+        return bool(module.require_backward_grad_sync)
+    return any(cls.__name__ in _SHARDING for cls in type(module).__mro__)  # not imported, since this takes long
 
 
 class PlainRecorder:
@@ -119,6 +139,10 @@ class PlainRecorder:
         self._model_has_loss = False  # whether a model returned a scalar
         self._norm: float | None = None  # of the gradients before clipping
         self._before_clipping: dict[str, Tensor] = {}
+        self._order: TextIO | None = None  # the order of updates and collectives of all ranks, as they happen
+        self._in_graph = 0  # nested backwards under way
+        self._computes_sharded = False  # whether a module computed with a shard of its weights
+        self._buffers_before: dict[str, Tensor] | None = None  # before the first forward of this update
         self._in_forward: nn.Module | None = None  # the outermost module of the current forward
         self._evaluation: tuple[nn.Module, AbstractContextManager[None]] | None = None  # the current evaluation
         self._depth = 0  # nested calls of optimizers' `step`
@@ -168,7 +192,7 @@ class PlainRecorder:
             only_rank=self._spec.only_shard,
             separately=self._spec.separate_batches,
             reverse=self._spec.reversed_batches,
-            common=bool(self._spec.in_parts),
+            common=self._spec.divided_model or bool(self._spec.in_parts),
         )
 
     def _is_active(self) -> bool:
@@ -184,8 +208,15 @@ class PlainRecorder:
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in _CLIPPING:
                 self._patches.wrap(owner, name, self._wrap_clipping)
+        for name in ("backward", "grad"):
+            self._patches.around(torch.autograd, name, self._around_graph)
         self._patches.before(torch.autograd, "backward", self._before_backward)
+        for name in _GATHERS:
+            self._patches.wrap(torch.distributed, name, self._wrap_gather)
         if self._spec.is_subject:
+            self._order = open(order_path(self._spec.directory, self._rank), "w", buffering=1)  # noqa: SIM115  # until it ends
+            for name in _OF_ALL:
+                self._patches.before(torch.distributed, name, self._count_collective)
             self._patches.before(DistributedDataParallel, "__init__", self._note_wrapper)
             self._patches.before(DistributedDataParallel, "no_sync", lambda _: self._note_line("no_sync"))
             self._patches.before(DistributedDataParallel, "register_comm_hook", partial(self._note_made, "comm_hook"))
@@ -225,6 +256,38 @@ class PlainRecorder:
         self._loaders_of[line] = number = self._loaders_of.get(line, -1) + 1
         self._loader_names[loader] = f"{line} {number}"
 
+    def _count_collective(self, *_: Any, group: Any = None, **__: Any) -> None:
+        """Count a collective of all ranks. All ranks make these in the same order."""
+        if group is None or get_world_size(group) == self._spec.processes:
+            self._add_to_order(COLLECTIVE)
+
+    def _add_to_order(self, what: str) -> None:
+        if self._order is not None and self._is_active():
+            self._order.write(json.dumps([what, *self._stack.caller()]) + "\n")
+
+    def _wrap_gather(self, original: Any) -> Any:
+        """Note a gather whose result has no gradient, although its input has one. In one process, the result is the
+        input, so let the gradient pass."""
+
+        def gather(output: Any, tensor: Any, *args: Any, **options: Any) -> Any:
+            lost = self._is_active() and torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
+            result = original(output, tensor, *args, **options)
+            if lost and self._spec.is_subject:
+                self._lines.setdefault("cut_gather", self._stack.caller())
+            elif lost and not self._spec.separate_batches:
+                if result is not None:
+                    result.wait()
+                target = output if isinstance(output, Tensor) else output[0]
+                with contextlib.suppress(RuntimeError):  # a view may not be written in place
+                    target.copy_(tensor.view_as(target)).register_hook(self._note_gradient_in_gather)
+            return result
+
+        return gather
+
+    def _note_gradient_in_gather(self, grad: Tensor) -> None:
+        if self._is_active() and bool(grad.any()):
+            self._current["gradient_in_gather"] = True
+
     def _wrap_length(self, original: Any) -> Any:
         """A loader of one process has the length of a rank's: the script may count its batches."""
 
@@ -254,7 +317,7 @@ class PlainRecorder:
             return None
         if not self._steps:
             self._note_precision(module)
-        if self._in_forward is not None:
+        if self._in_forward is not None or self._in_graph or self._is_unfinished(module):
             return None
         self._in_forward = module
         self._tracer.in_forward = True
@@ -265,6 +328,11 @@ class PlainRecorder:
             self._add_model(module)
             if self._spec.is_subject:
                 self._tracer.start()
+        if self._buffers_before is None:
+            found, names = self._trained.tensors(), self._trained.buffers()
+            self._buffers_before = {name: found[name].clone() for name in names if not is_sharded(found[name])}
+        if _communicates(module):
+            self._add_to_order(COLLECTIVE)
         if self._function.searching and self._spec.is_subject:
             # a global hook gets no keyword arguments: they are in the frame of the module's call
             options = sys._getframe(1).f_locals.get("kwargs", {})
@@ -276,6 +344,19 @@ class PlainRecorder:
         self._current["elements"] = self._current.get("elements", 0) + sum(one.numel() for one in inputs)
         return self._loaders.inputs(args)
 
+    def _around_graph(self, *_: Any, **__: Any) -> Generator[None, Any, None]:
+        """Forwards in a backward compute activations again, for checkpointing. They are no steps of the script."""
+        self._in_graph += 1
+        try:
+            yield
+        finally:
+            self._in_graph -= 1
+
+    def _is_unfinished(self, module: nn.Module) -> bool:
+        """Whether this forward gives lazy parameters their shapes. It comes before training."""
+        tensors = () if self._steps else (*module.parameters(), *module.buffers())
+        return any(map(is_lazy, tensors))
+
     def _before_evaluation(self, module: nn.Module) -> None:
         """Rank 0 alone may evaluate: its draws must not shift the numbers of the next training step."""
         if self._evaluation is None and self._in_forward is None and not module.training:
@@ -286,6 +367,9 @@ class PlainRecorder:
         if self._evaluation is not None and self._evaluation[0] is module:
             self._evaluation[1].__exit__(None, None, None)
             self._evaluation = None
+        if self._in_forward is not None and not self._steps and not self._computes_sharded:
+            # FSDP's weights are whole in a forward; those of torch's tensor parallelism are not
+            self._computes_sharded = any(p is not None and is_sharded(p) for p in parameters_of(module).values())
         if self._in_forward is module:
             self._in_forward = None
             self._tracer.in_forward = False
@@ -436,6 +520,7 @@ class PlainRecorder:
 
     @_suspending_draws
     def _record_gradients(self, optimizer: Any) -> None:
+        self._add_to_order(UPDATE)
         self._trained.number_of(optimizer)
         step, current = len(self._steps), self._current
         parameters = self._trained.parameters(optimizer)
@@ -447,6 +532,7 @@ class PlainRecorder:
         save_tensors(own, self._path(f"grad-{step}-0-r{self._rank}"))
         for number, added in enumerate(self._local):
             save_tensors(added, self._path(f"local-{step}-{number}-r{self._rank}"))
+        self._save_moved_buffers(step)
         current["before"] = {name: digest(value) for name, value in whole(parameters).items()}
         current["not_finite"] = [name for name, grad in grads.items() if not grad.isfinite().all()]
         current["gradient_digests"] = {name: digest(grad) for name, grad in grads.items()}
@@ -462,6 +548,16 @@ class PlainRecorder:
         current["lines"] = {**self._lines, "step": self._stack.caller()}
         current["writes"] = self._tracer.take()
         current["clip_norm"], current["loss_values"] = self._norm, self._losses
+
+    def _save_moved_buffers(self, step: int) -> None:
+        now, moved = self._trained.tensors(), {}
+        for name, before in (self._buffers_before or {}).items():
+            value = now.get(name)
+            if value is not None and value.shape == before.shape and not torch.equal(value, before):
+                moved[name] = value.double() - before.double()
+        self._buffers_before = None
+        if moved:
+            save_tensors(sketched(moved), self._path(f"moved-{step}-r{self._rank}"))
 
     def _take(self, optimizer: Any, step: int, parameters: Mapping[str, Tensor]) -> None:
         """Load the gradients and the options that the subject run updated with."""
@@ -507,10 +603,11 @@ class PlainRecorder:
             state = self._read(f"state-{step + 1}")
             if state:
                 # if ranks hold different state, this process keeps its own, which follows from the same gradients
-                digests = [record["steps"][step]["state_digests"] for record in self._subject]
-                equal = {k: v for k, v in state.items() if len({one[k] for one in digests if k in one}) == 1}
+                equal = self._equal_on_ranks(state, step, "state_digests")
                 self._trained.load_optimizer(optimizer, equal)
-                self._load({name: value for name, value in state.items() if name in found})
+                buffers = self._trained.buffers() & found.keys()
+                buffers -= self._equal_on_ranks(dict.fromkeys(buffers), step, "after").keys()
+                self._load({name: value for name, value in state.items() if name in found.keys() - buffers})
         current |= {"updates": 1, "yields": self._loaders.yields, "keys": self._loaders.take_keys()}
         current["unmatched"], self.draws.unmatched = self.draws.unmatched, []
         self._steps.append(current)
@@ -521,6 +618,11 @@ class PlainRecorder:
             self._loaders.recording = False
             self.finish()
             raise TrialEnded(0)
+
+    def _equal_on_ranks(self, values: Mapping[str, Any], step: int, digests: str) -> dict[str, Any]:
+        """Those of the values that all ranks of the subject run hold alike after an update."""
+        held = [record["steps"][step][digests] for record in self._subject]
+        return {name: value for name, value in values.items() if len({one[name] for one in held if name in one}) == 1}
 
     def _limit_steps(self, state: Mapping[str, Tensor]) -> None:
         """Record no more updates than the disk can hold. All ranks see the same sizes and the same disk."""
@@ -565,6 +667,7 @@ class PlainRecorder:
             "problem": self._problem or self._loaders.problem,
             "other_shapes": self._other_shapes,
             "in_parts": list(self._spec.in_parts),
+            "computes_sharded": self._computes_sharded,
             "parts_are_own": self._parts_are_own,
             # Whether the recorded examples are all that the losses depend on.
             "complete": self._loaders.has_targets or self._model_has_loss,

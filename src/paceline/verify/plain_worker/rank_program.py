@@ -15,7 +15,7 @@ from types import ModuleType
 from paceline.launcher import worker
 from paceline.launcher.import_hook import after_import, stay_first
 from paceline.trials.spec import TrialSpec
-from paceline.verify.plain_worker.libraries import use_one_device
+from paceline.verify.plain_worker.libraries import use_one_device, use_small_meshes
 
 
 def main() -> None:
@@ -30,6 +30,8 @@ def main() -> None:
             from paceline.verify.plain_worker.plain_recorder import install
 
             install(spec, kind, script)
+            if not spec.is_subject:
+                use_small_meshes()
 
     if not spec.is_subject:
         use_one_device()

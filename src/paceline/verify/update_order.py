@@ -1,0 +1,62 @@
+"""The order of updates and collectives on each rank, and whether a rank leaves out an update.
+
+All ranks make the same collectives in the same order. So if two ranks make an update between different collectives, one
+of them has left out an update. The files are written line by line: the ranks may hang or abort because of this fault.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from paceline.verify.answer import DIFFERENT, Answer, Claim
+
+COLLECTIVE, UPDATE = "collective", "update"
+
+
+def order_path(folder: str, rank: int) -> str:
+    return os.path.join(folder, f"order-{rank}")
+
+
+def answer_for_left_out_update(folder: str, processes: int) -> Answer | None:
+    """An answer if a rank of the subject run makes an update that another rank leaves out. folder: of the run."""
+    orders = [_read(order_path(folder, rank)) for rank in range(processes)]
+    updates = [[place for place, (what, *_) in enumerate(order) if what == UPDATE] for order in orders]
+    if not all(orders) or not any(updates):
+        return None
+    # the number of collectives before each update
+    counts = [[place - number for number, place in enumerate(places)] for places in updates]
+    totals = [len(order) - len(places) for order, places in zip(orders, updates, strict=True)]
+    for step in range(max(map(len, counts))):
+        made = {rank: found[step] for rank, found in enumerate(counts) if step < len(found)}
+        first = min(made, key=lambda rank: made[rank])
+        for rank in range(processes):
+            if made.get(rank, totals[rank]) > made[first]:
+                return _answer(first, rank, step, orders[first][: updates[first][step] + 1])
+    return None
+
+
+def _answer(maker: int, other: int, step: int, before: list[list[Any]]) -> Answer:
+    """before: the lines of the rank that makes the update, up to the update."""
+    text = (
+        f"different. Rank {maker} makes update {step + 1} between two collectives of all ranks, and rank {other} makes "
+        "none there: a decision of the script, such as leaving out an update, differs between the ranks.\n"
+        "Remedy: reduce the value that decides over all ranks, and wait for it, before the decision."
+    )
+    answer = Answer(DIFFERENT, [Claim(text, ("A",))], step, "updates", None, "steps_differ")
+    at = before[-1][1:]
+    decided = next((place for what, *place in reversed(before) if what == COLLECTIVE and place), at)
+    if decided:
+        answer.file, answer.line = decided
+        answer.claims.append(Claim(f"\nThe last collective before it is at {decided[0]}:{decided[1]}.", ("A",)))
+    answer.beside = f"{at[0]}:{at[1]}" if at and at != decided else None
+    return answer
+
+
+def _read(path: str) -> list[list[Any]]:
+    """[what, file, line] of each line. The last line may be incomplete, and the script may have no line."""
+    if not os.path.exists(path):
+        return []
+    with open(path) as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
