@@ -108,3 +108,33 @@ def test_a_local_pass_beside_a_reduced_metric(
     run = RecordedRun([rank(0), rank(1)])
     causes = [f.cause for f in evaluation_rules.findings(run)]
     assert causes == ["local_metric"] * found
+
+
+@pytest.mark.parametrize(
+    ("sent", "found"),
+    [
+        ([["a", "b"], ["c", "d"]], []),  # ranks that compute the heads of an attention exchange different results
+        ([["a", "b"], ["a", "b"]], ["same_examples"]),  # a batch norm by hand: equal examples, equal sums
+        ([[], []], ["same_examples"]),
+    ],
+)
+def test_equal_inputs_of_ranks_that_compute_parts_of_a_model(sent: list[list[str]], found: list[str]) -> None:
+    begin: list[Event] = [
+        {"k": "group", "op": "init_process_group", "world": 2},
+        {"k": "ddp", "ddp": 0, "ranks": [0, 1], "at": ["train.py", 5]},
+    ]
+    made = [
+        [{"k": "coll", "op": "all_reduce", "in_forward": one, "at": ["train.py", 7]} for one in own] for own in sent
+    ]
+    run = RecordedRun(
+        [[*begin, *own, *({**e, "at": ["train.py", 9]} for e in trained(list(range(8))))] for own in made]
+    )
+    assert [f.cause for f in data_rules.findings(run) if f.cause == "same_examples"] == found
+
+
+@pytest.mark.parametrize(("values", "found"), [((0.5, 0.4), True), ((0.5, 0.5), False), ((float("nan"), 0.5), False)])
+def test_a_decision_by_a_metric_of_one_rank(values: tuple[float, float], found: bool) -> None:
+    run = RecordedRun([[{"k": "decides", "who": "EarlyStopping", "by": "loss", "value": one}] for one in values])
+    made = list(evaluation_rules._decided_alone(run))
+    assert [f.cause for f in made] == ["local_metric"] * found
+    assert not found or made[0].evidence == "EarlyStopping decides by 'loss', which is 0.5 on rank 0 and 0.4 on rank 1"

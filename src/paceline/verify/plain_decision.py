@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from paceline.doctor.rules import DIVERGENCE
 from paceline.verify.answer import DIFFERENT, SAME, UNKNOWN, Answer, Claim, answer_with, claim_from, describe
 from paceline.verify.comparison import without_kinks
 from paceline.verify.differences import differences, differences_computed
@@ -552,8 +553,12 @@ class _PlainComparison:
         return next((fault for fault in self._faults if fault["cause"] not in known), None)
 
     def _beyond(self, same: Answer) -> Answer:
-        """The answer if the updates are the same: a fault beyond the updates, or `same`."""
-        fault = next((fault for fault in self._faults if fault["cause"] in _NOT_COMPARED), None)
+        """The answer if the updates are the same: a fault beyond the updates, or `same`.
+
+        Doctor watches more updates. If the ranks' weights part, they do so after the compared ones.
+        """
+        beyond = _NOT_COMPARED.union(DIVERGENCE)
+        fault = next((fault for fault in self._faults if fault["cause"] in beyond), None)
         if fault is None:
             return same
         where = f"{fault['file']}:{fault['line']}: " if fault["file"] else ""

@@ -106,7 +106,7 @@ class Runs:
             strategy: the strategy of a run of one process. None: the strategy and the processes of the subject run.
             how: fields of TrialSpec, such as dropout_off=True.
         """
-        start, spec = self.planned(name, strategy, how)
+        start, spec = self.plan_run(name, strategy, how)
         made = self.made_ahead.pop(name, None)
         if made is not None and made.spec == spec and made.failed is None:
             return None
@@ -115,7 +115,7 @@ class Runs:
         os.makedirs(self.folder(name))
         return self.launch_run(name, start, spec)
 
-    def planned(self, name: str, strategy: StrategySpec | None, how: Mapping[str, Any]) -> tuple[Start, TrialSpec]:
+    def plan_run(self, name: str, strategy: StrategySpec | None, how: Mapping[str, Any]) -> tuple[Start, TrialSpec]:
         """The start and the task of a run (see `run`)."""
         start = self.start if strategy is None else Start(strategy, 1, self.options.precision)
         spec = {

@@ -90,7 +90,7 @@ class LaunchedRuns(Runs):
             return
         if self.made_ahead.pop(name, None) is not None:
             self.discard(name)
-        start, spec = self.planned(name, strategy, how)
+        start, spec = self.plan_run(name, strategy, how)
         os.makedirs(self.folder(name))
         with ThreadPoolExecutor(1) as pool:
             self._beside = pool.submit(self._launch, name, start, spec, self._interrupts.beside(), _AT_ONCE)
