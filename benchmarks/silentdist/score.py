@@ -64,7 +64,8 @@ _RANDOM = {"same_random_numbers", "same_noise", "same_augmentations", "same_in_w
 CAUSES: dict[str, set[str]] = {  # kind -> the tools' causes that lead to the fault; written before the first run
     "loss-denominator": _LOSS,
     "second-loss-term": _LOSS,
-    "gradient-accumulation": _LOSS | {"stale", "gradients_dropped", "backward-lost", "sync_off"},
+    # left_over came later, with its rule
+    "gradient-accumulation": _LOSS | {"stale", "gradients_dropped", "backward-lost", "sync_off", "left_over"},
     "moe-aux-loss": _LOSS | {"batch-level"},
     "world-size-scaling": {"factor", "summed_gradients", "term_times_processes", "accumulation", "weights"},
     "wrapper-bypass": _REDUCE | {"past_ddp"},

@@ -349,6 +349,12 @@ CAUSES = {
         "Call optimizer.zero_grad() once per optimizer step: right after optimizer.step() (also in "
         "accelerator.accumulate), or before the first micro-batch.",
     ),
+    "left_over": Cause(
+        MODEL,
+        "Gradients are left over from the epoch before",
+        "The first step of an epoch has too many micro-batches, and the examples count more.",
+        "Make a step after the last micro-batch of the epoch, and divide its loss by the number of its micro-batches.",
+    ),
     "mean_of_means": Cause(
         MODEL,
         "A metric averages the ranks' means over unequal shards",

@@ -44,7 +44,7 @@ from paceline.verify.tolerances import Difference, Tolerances, norm
 _NOT_COMPARED = {
     *("examples_missed", "same_in_workers", "same_batch", "no_set_epoch", "same_random_numbers", "same_augmentations"),
     *("same_noise", "padded_evaluation", "local_metric", "mean_of_means", "scheduler_steps", "schedule_length"),
-    *("lr_scaled_alone", "gradients_dropped", "accumulation", "clip_before_unscale"),
+    *("lr_scaled_alone", "gradients_dropped", "left_over", "accumulation", "clip_before_unscale"),
 }
 
 

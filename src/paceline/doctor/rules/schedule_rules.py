@@ -47,6 +47,7 @@ _WHOLE = (
     "LambdaLR",
 )  # schedules that should be as long as the training
 _OF_A_SET = re.compile(r"len\(([\w.]*\.dataset|(?![\w.]*(load|_dl\b))[\w.]*(data|set|train|x)\w*)\)", re.IGNORECASE)
+_BY_BATCH = re.compile(r"/\s*\(?[\w.]*batch_?size\b", re.IGNORECASE)  # a number of examples, divided by a batch size
 _OF_A_LOADER = re.compile(r"len\([\w.]*(load\w*|_dl)\)", re.IGNORECASE)
 _WITH_LINES = ("optimizer", "sched", "sched_made", "loader", "backward", "pass", "ddp")
 _BATCH_SIZE = re.compile(r"batch_?size|\b(batch|bs)\b", re.IGNORECASE)
@@ -60,12 +61,12 @@ MIN_REPEATS = 3  # minimum number of repetitions: fewer may be an accident
 
 
 def findings(run: RecordedRun) -> list[Finding]:
-    """Check for lr_differs, schedule_length or scheduler_steps, accumulation, clip_before_unscale, clip_before_reduce
-    and clip_of_shards."""
+    """Check for lr_differs, schedule_length or scheduler_steps, accumulation, left_over, clip_before_unscale,
+    clip_before_reduce and clip_of_shards."""
     return [
         *first_of(run, _lr_differs),
         *first_of(run, _schedule_length, _scheduler_steps),
-        *first_of_each(run, _accumulation, _clipped_scaled),
+        *first_of_each(run, _accumulation, _left_over, _clipped_scaled),
         *first_of(run, _clipped_before, _clipped_under_no_sync),
         *first_of(run, _clip_of_shards),
     ]
@@ -132,7 +133,7 @@ def _schedule_length(run: RecordedRun) -> Iterator[Finding]:
         if not whole or count < MIN_UPDATES or abs(count - len(updates)) > 1:
             continue
         lines, text, twice = _length_in_text(run, last)
-        of_all_data = _OF_A_SET.search(text) and not WORLD.search(text)
+        of_all_data = (_OF_A_SET.search(text) or _BY_BATCH.search(text)) and not WORLD.search(text)
         of_batches = k > 1 and _OF_A_LOADER.search(text) and not _PARTS.search(text)
         why = ""
         if _is_multiple(horizon, size, count, epochs) and twice:
@@ -170,7 +171,7 @@ def _length_in_text(run: RecordedRun, last: Event) -> tuple[tuple[Any, Any], str
     # The length of a loader is already a rank's share. An unknown name may be one too. The length of a data set is not.
     pattern = WORLD if _OF_A_LOADER.search(text) else _WORLD_ALONE
     divides = next((piece for piece in found if divided_by(piece, pattern, unless=_NO_SHARE)), None)
-    whole = next((piece for piece in found if _OF_A_SET.search(piece.text)), None)
+    whole = next((piece for piece in found if _OF_A_SET.search(piece.text) or _BY_BATCH.search(piece.text)), None)
     line = next((piece.line for piece in (divides, whole) if piece is not None), None)
     # Ignore a batch size that is divided by the number of processes, and the number of processes alone: neither is a
     # length.
@@ -349,6 +350,33 @@ def _accumulation(run: RecordedRun) -> Iterator[Finding]:
         at = calls[0]["at"]
         beside = script_lines.loss_return(at) if calls[0].get("library") else None
         yield finding_at("accumulation", at, evidence, beside)
+
+
+def _left_over(run: RecordedRun) -> Iterator[Finding]:
+    """left_over: the last micro-batches of an epoch make no step, and the first step of the next epoch has their
+    gradients too."""
+    usual, epoch = accumulated(run), 0
+    held: list[int] = []  # the epoch of each backward since the last step
+    windows: list[tuple[list[int], Event]] = []
+    for e in run.ranks[0]:
+        if e["k"] == "pass" and e["loader"] in run.training_loaders:
+            epoch += 1
+        elif e["k"] == "backward":
+            held.append(epoch)
+        elif e["k"] == "dropped":
+            held = []
+        elif e["k"] == "before":
+            windows.append((held, e))
+            held = []
+    mixed = [(held, e) for held, e in windows if len(set(held)) == 2 and len(held) > usual]
+    others = {len(held) for held, e in windows if (held, e) not in mixed}
+    if usual > 1 and mixed and others == {usual} and len({e["opt"] for _, e in windows}) == 1:
+        held, step = mixed[0]
+        evidence = (
+            f"step {step['step'] + 1} has the gradients of {len(held)} micro-batches, and other steps of {usual}: "
+            f"{held.count(held[0])} are left over from the epoch before"
+        )
+        yield finding_at("left_over", script_lines.condition_of(step["at"]) or step["at"], evidence, step["at"])
 
 
 def _clipped_scaled(run: RecordedRun) -> Iterator[Finding]:

@@ -218,6 +218,14 @@ def unsynced_log(run: RecordedRun, monitored: Collection[str] = ()) -> Line:
     return None
 
 
+def condition_of(at: Any) -> Line:
+    """The line of the innermost `if` around a line."""
+    if not at or tree_of(at[0]) is None:
+        return None
+    around = [n.lineno for n in nodes_of(at[0]) if isinstance(n, ast.If) and holds(n, at[1])]
+    return [at[0], max(around)] if around else None
+
+
 def call_that_names(at: Any, names: Collection[Any]) -> Line:
     """The line that passes values with these names to a library, which reduces them later at the line `at`. An example
     is `self.log("loss", loss, sync_dist=True)`. None if the line `at` itself passes values."""
