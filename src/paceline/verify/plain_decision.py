@@ -451,8 +451,8 @@ class _PlainComparison:
                 ours.name,
                 whole.name,
             )
-        divided = self._subject.divide_model and self._subject.share_batches
-        losses = self._losses_differ(whole, first.step) if divided else None
+        whole_batches = self._subject.divide_model and self._subject.share_batches and self._subject.equal_inputs
+        losses = self._losses_differ(whole, first.step) if whole_batches else None
         if losses is not None and (cause is None or not cause.accused):
             text = (
                 f"\nThe loss differs too: {losses[0]:.6g} in your run, {losses[1]:.6g} in one process. So the ranks' "
@@ -466,7 +466,8 @@ class _PlainComparison:
                 "process has further terms: a gradient that should flow between the ranks is lost or scaled."
             )
             claims = [claim_from(f"different. {describe(first)}", ours, whole), claim_from(text, ours, whole)]
-            return self._located(answer_with(DIFFERENT, claims, found, "backward-lost"))
+            key = "backward-lost" if self._fault is None else "unknown"  # then doctor knows the cause
+            return self._located(answer_with(DIFFERENT, claims, found, key))
         if cause is not None and not cause.accused and whole.step_records(first.step)[0].get("gradient_in_gather"):
             text = (
                 "\nThe script gathers tensors that have gradients, and the gathered tensors have none. In one "

@@ -62,8 +62,7 @@ class SubjectRun:
             return None
         if len({tuple(keys[0]) for keys in filled}) == 1:  # one batch again and again: a test of the script
             return None
-        inputs = [[step.get("inputs") for step in record["steps"]] for record in self._ours.ranks]
-        if any(other != inputs[0] for other in inputs) or self.different_at_start or self.divide_model:
+        if not self.equal_inputs or self.different_at_start or self.divide_model:
             return None  # the ranks divide a batch, or a model, that they all have
         text = (
             f"different. In each of the {len(filled)} steps, all ranks compute the same examples, so "
@@ -116,6 +115,12 @@ class SubjectRun:
         """Whether all ranks have the same examples."""
         keys = [[step["keys"] for step in record["steps"]] for record in self._ours.ranks]
         return all(other == keys[0] for other in keys)
+
+    @cached_property
+    def equal_inputs(self) -> bool:
+        """Whether the models of all ranks get the same inputs: no part of a batch for each rank."""
+        inputs = [[step.get("inputs") for step in record["steps"]] for record in self._ours.ranks]
+        return all(other == inputs[0] for other in inputs)
 
     @cached_property
     def divide_model(self) -> bool:
