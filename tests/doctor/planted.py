@@ -333,6 +333,7 @@ PLANTED = [
        ("def get_batch():", "def average(part):\n    for parameter in part.parameters():\n        dist.all_reduce(parameter.grad)\n        parameter.grad /= world_size\n\n\ndef get_batch():"), at="dist.all_reduce(parameter.grad)", beside="average(model[0])"),
     _p("clipped in each micro-batch", "clip_before_reduce", "plain",
        ("            loss.backward()\n", "            loss.backward()\n            nn.utils.clip_grad_norm_(model.parameters(), 0.05)\n"), at="clip_grad_norm_"),
+    _p("left over at the end of an epoch", "left_over", "plain", ("torch.randn(48 * world_size", "torch.randn(44 * world_size"), at="if last:", beside="optimizer.step()"),
     _p("dropped in each micro-batch", "gradients_dropped", "plain",
        ("            loss.backward()\n", "            optimizer.zero_grad()\n            loss.backward()\n"), at="optimizer.zero_grad()"),
     _p("a memory that DDP overwrites", "buffers_differ", "plain",

@@ -13,6 +13,7 @@ script_stack.py The script's line that makes the current call. `ScriptStack(root
 event_log.py    `EventLog`: the events of one process. Its clock excludes the observer's time, errors of the observer
                 become events, and `few` limits work that is too expensive for every step.
 records.py      The file format of all logs: one JSON object per line. A reader may follow a file while it is written.
+update_order.py The order of a rank's updates and of the collectives of all ranks, line by line.
 digests.py      A tensor as numbers: `digest` (are the bits equal?), `row_digests`, `padded_rows`, `sample` (how large
                 is the difference?), `projections` (one number per example).
 sketches.py     A large tensor as 256 numbers. They preserve norms, sums and multiples of tensors.

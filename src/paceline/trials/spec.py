@@ -50,6 +50,7 @@ class TrialSpec:
     processes: int = 1  # the number of processes of the subject run
     separate_batches: bool = False  # one process computes the ranks' batches one after the other, instead of joined
     in_parts: Sequence[str] = ()  # the parameters that each rank holds a part of
+    dispatched: bool = False  # rank 0 reads a batch for each rank and sends it
     divided_model: bool = False  # each rank computes a part of the model, on a batch that all ranks have
 
     @classmethod

@@ -1,4 +1,4 @@
-"""`paceline verify`: is the model the same on N processes as on one? These modules run in the launcher, except worker/.
+"""`paceline verify`: is the model the same on N processes as on one? These modules run in the launcher, except workers.
 
 verify_command.py     the command
 decision.py           which runs are made, and the answer that follows from their differences
@@ -16,5 +16,11 @@ answer.py             the answer and its claims: sentences, and the runs that sh
 traced_runs.py        further runs with the script's lines traced, to find the line of a fault
 fault_location.py     finds the line of a fault in these traces (pure)
 trace_diff.py         finds the first difference of two traces (pure)
+plain_decision.py     for scripts that do not use Paceline: which runs are made, and the answer
+plain_subject.py      the subject run of such a script by itself
+plain_location.py     finds the line of a difference in its record (pure)
+hypotheses.py         which sum of the ranks' gradients a gradient is (pure)
+left_out_updates.py   finds an update that a rank leaves out
 worker/               recorders, in the processes of a run
+plain_worker/         recorders of scripts that do not use Paceline
 """

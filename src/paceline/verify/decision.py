@@ -30,6 +30,7 @@ from paceline.verify.cause_rules import find_cause
 from paceline.verify.comparison import COMPUTED, NOISE, Comparison
 from paceline.verify.differences import differences_before
 from paceline.verify.evidence_runs import gather_evidence
+from paceline.verify.left_out_updates import answer_for_left_out_update
 from paceline.verify.plain_decision import decide_plain
 from paceline.verify.rank_disagreement import cause_from_ranks
 from paceline.verify.run_level_answers import (
@@ -42,7 +43,6 @@ from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import SUBJECT, Runs
 from paceline.verify.tolerances import Difference, norm
 from paceline.verify.traced_runs import FaultLocator
-from paceline.verify.update_order import answer_for_left_out_update
 
 
 def decide(runs: Runs) -> Answer:

@@ -69,7 +69,11 @@ class _PlainComparison:
         self._runs, self._ours = runs, ours
         self._subject = SubjectRun(ours)
         self._processes = len(ours.ranks)
-        self._how: dict[str, Any] = {"processes": self._processes, "divided_model": self._subject.divide_model}
+        self._how: dict[str, Any] = {
+            "processes": self._processes,
+            "divided_model": self._subject.divide_model,
+            "dispatched": self._subject.are_dispatched,
+        }
         self._notes: list[Claim] = []
         self._skipped: int | None = None  # an update that one process makes from other batches
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from paceline.observe.write_tracer import EXCHANGE
 from paceline.verify.answer import DIFFERENT, Answer, claim_from
-from paceline.verify.plain_worker.examples import are_dispatched
 from paceline.verify.run_record import RunRecord
 from paceline.verify.tolerances import norm
 
@@ -107,8 +106,11 @@ class SubjectRun:
 
     @cached_property
     def are_dispatched(self) -> bool:
-        """Whether rank 0 reads the batches of all ranks."""
-        return are_dispatched([record["passes"] for record in self._ours.ranks])
+        """Whether rank 0 reads a batch for each rank and sends it, as Accelerate does for an IterableDataset."""
+        first, *others = (
+            sum(batches for loader, _, batches, _ in record["passes"] if loader >= 0) for record in self._ours.ranks
+        )
+        return first > 0 and not any(others)
 
     @cached_property
     def _equal_keys(self) -> bool:

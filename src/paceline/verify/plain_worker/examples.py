@@ -335,6 +335,7 @@ class Replay:
         separately: the batches of the ranks come one after the other, instead of joined.
         reverse: the examples of each batch come in reverse order.
         common: the ranks divide a model. If their batches are equal, one of them is yielded.
+        dispatched: rank 0 has read a batch for each rank.
     """
 
     def __init__(
@@ -345,14 +346,14 @@ class Replay:
         separately: bool = False,
         reverse: bool = False,
         common: bool = False,
+        dispatched: bool = False,
     ) -> None:
         self._folder, self._passes, self._common = folder, passes, common
         self._only, self._separately, self._reverse = only_rank, separately, reverse
         self.repeats = len(passes) if separately else 1  # batches of this process for a batch of each rank
-        self._dispatched = are_dispatched(passes)
-        self.has_inputs = any(
-            place[0] == INPUTS for places in passes[: 1 if self._dispatched else None] for place in places
-        )
+        self._dispatched = dispatched
+        readers = passes[:1] if dispatched else passes
+        self.has_inputs = any(place[0] == INPUTS for places in readers for place in places)
         self.exhausted = False  # whether the script asked for more than was recorded
 
     @cached_property
@@ -396,15 +397,6 @@ class Replay:
     @staticmethod
     def _reversed(part: Recorded) -> Recorded:
         return Recorded(part.examples[::-1], part.keys[::-1], True) if part.is_list else part
-
-
-def are_dispatched(passes: Sequence[Sequence[Sequence[Any]]]) -> bool:
-    """Whether rank 0 reads a batch for each rank and sends it, as Accelerate does for an IterableDataset.
-
-    passes: of each rank (Replay).
-    """
-    first, *others = (sum(batches for loader, _, batches, _ in places if loader >= 0) for places in passes)
-    return bool(others) and first > 0 and not any(others)
 
 
 def examples_path(folder: str, number: int, one_pass: int, batch: int, rank: int) -> str:

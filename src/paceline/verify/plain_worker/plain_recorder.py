@@ -40,7 +40,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -60,6 +60,7 @@ from paceline.observe.patching import Patches
 from paceline.observe.script_stack import ScriptStack, module_files
 from paceline.observe.sketches import sketch, sketched
 from paceline.observe.trained_tensors import TrainedTensors, copy_into, part_name, whole
+from paceline.observe.update_order import COLLECTIVE, UPDATE, UpdateOrder
 from paceline.observe.write_tracer import WriteTracer
 from paceline.step.backends import allows_tf32
 from paceline.torch_private.core import parameters_of
@@ -68,7 +69,6 @@ from paceline.verify.plain_worker.batch_function import BatchFunctionFinder, Bat
 from paceline.verify.plain_worker.batch_norm import norm_of_each_rank
 from paceline.verify.plain_worker.examples import Loaders, Replay
 from paceline.verify.plain_worker.step_draws import StepDraws
-from paceline.verify.update_order import COLLECTIVE, UPDATE, order_path
 from paceline.verify.worker.perturbation import nudge_weights
 from paceline.verify.worker.record_files import (
     disk_space,
@@ -139,7 +139,7 @@ class PlainRecorder:
         self._model_has_loss = False  # whether a model returned a scalar
         self._norm: float | None = None  # of the gradients before clipping
         self._before_clipping: dict[str, Tensor] = {}
-        self._order: TextIO | None = None  # the order of updates and collectives of all ranks, as they happen
+        self._order: UpdateOrder | None = None  # the order of updates and collectives of all ranks, as they happen
         self._in_graph = 0  # nested backwards under way
         self._computes_sharded = False  # whether a module computed with a shard of its weights
         self._buffers_before: dict[str, Tensor] | None = None  # before the first forward of this update
@@ -193,6 +193,7 @@ class PlainRecorder:
             separately=self._spec.separate_batches,
             reverse=self._spec.reversed_batches,
             common=self._spec.divided_model or bool(self._spec.in_parts),
+            dispatched=self._spec.dispatched,
         )
 
     def _is_active(self) -> bool:
@@ -214,7 +215,7 @@ class PlainRecorder:
         for name in _GATHERS:
             self._patches.wrap(torch.distributed, name, self._wrap_gather)
         if self._spec.is_subject:
-            self._order = open(order_path(self._spec.directory, self._rank), "w", buffering=1)  # noqa: SIM115  # until it ends
+            self._order = UpdateOrder(self._spec.directory, self._rank)
             for name in _OF_ALL:
                 self._patches.before(torch.distributed, name, self._count_collective)
             self._patches.before(DistributedDataParallel, "__init__", self._note_wrapper)
@@ -261,9 +262,9 @@ class PlainRecorder:
         if group is None or get_world_size(group) == self._spec.processes:
             self._add_to_order(COLLECTIVE)
 
-    def _add_to_order(self, what: str) -> None:
+    def _add_to_order(self, kind: str) -> None:
         if self._order is not None and self._is_active():
-            self._order.write(json.dumps([what, *self._stack.caller()]) + "\n")
+            self._order.add(kind, self._stack.caller())
 
     def _wrap_gather(self, original: Any) -> Any:
         """Note a gather whose result has no gradient, although its input has one. In one process, the result is the

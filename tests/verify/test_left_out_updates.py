@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.verify.update_order import COLLECTIVE, UPDATE, answer_for_left_out_update, order_path
+from paceline.observe.update_order import COLLECTIVE, UPDATE, order_path
+from paceline.verify.left_out_updates import answer_for_left_out_update
 
 LINES = {"c": [COLLECTIVE, "train.py", 5], "u": [UPDATE, "train.py", 9], "d": [COLLECTIVE]}  # d: DDP's, with no line
 

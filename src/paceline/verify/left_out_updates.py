@@ -1,27 +1,20 @@
-"""The order of updates and collectives on each rank, and whether a rank leaves out an update.
+"""Whether a rank leaves out an update, from the order of its updates and collectives (observe/update_order.py).
 
 All ranks make the same collectives in the same order. So if two ranks make an update between different collectives, one
-of them has left out an update. The files are written line by line: the ranks may hang or abort because of this fault.
+of them has left out an update. The ranks may hang or abort because of this fault.
 """
 
 from __future__ import annotations
 
-import json
-import os
 from typing import Any
 
+from paceline.observe.update_order import COLLECTIVE, UPDATE, read_order
 from paceline.verify.answer import DIFFERENT, Answer, Claim
-
-COLLECTIVE, UPDATE = "collective", "update"
-
-
-def order_path(folder: str, rank: int) -> str:
-    return os.path.join(folder, f"order-{rank}")
 
 
 def answer_for_left_out_update(folder: str, processes: int) -> Answer | None:
     """An answer if a rank of the subject run makes an update that another rank leaves out. folder: of the run."""
-    orders = [_read(order_path(folder, rank)) for rank in range(processes)]
+    orders = [read_order(folder, rank) for rank in range(processes)]
     updates = [[place for place, (what, *_) in enumerate(order) if what == UPDATE] for order in orders]
     if not all(orders) or not any(updates):
         return None
@@ -52,11 +45,3 @@ def _answer(maker: int, other: int, step: int, before: list[list[Any]]) -> Answe
         answer.claims.append(Claim(f"\nThe last collective before it is at {decided[0]}:{decided[1]}.", ("A",)))
     answer.beside = f"{at[0]}:{at[1]}" if at and at != decided else None
     return answer
-
-
-def _read(path: str) -> list[list[Any]]:
-    """[what, file, line] of each line. The last line may be incomplete, and the script may have no line."""
-    if not os.path.exists(path):
-        return []
-    with open(path) as file:
-        return [json.loads(line) for line in file if line.endswith("\n")]
