@@ -15,10 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-pytestmark = [
-    pytest.mark.conformance,
-    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two runs at once need two cores"),
-]
+pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two runs at once need two cores")
 
 SCRIPT = dedent(
     """\
@@ -92,19 +89,24 @@ def end(started: subprocess.Popen[str], folder: Path) -> tuple[int, str, Any]:
     return started.returncode, said, json.loads(found.read_text()) if found.exists() else None
 
 
+@pytest.mark.conformance
 def test_a_run_and_its_repetition_meet(tmp_path: Path) -> None:
     code, said, _ = end(start(tmp_path, MEETS), tmp_path)
     assert code == 0, said
     assert said.count("C: ") == said.count("C2: ") == 1  # neither was made again
 
 
+@pytest.mark.full
 def test_runs_that_disturb_each_other_are_made_again_alone(tmp_path: Path) -> None:
     code, said, _ = end(start(tmp_path, REFUSES), tmp_path)
     assert code == 0, said
     assert said.count("C: ") + said.count("C2: ") > 2
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum",
+    [pytest.param(signal.SIGINT, marks=pytest.mark.full), pytest.param(signal.SIGTERM, marks=pytest.mark.conformance)],
+)
 def test_a_signal_ends_both(tmp_path: Path, signum: signal.Signals) -> None:
     started = start(tmp_path, WAITS)
     meeting = tmp_path / "meeting"
