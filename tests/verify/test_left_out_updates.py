@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.update_order import COLLECTIVE, UPDATE, order_path
+from paceline.observe.update_order import COLLECTIVE, JOIN, UPDATE, order_path
 from paceline.verify.left_out_updates import answer_for_left_out_update
 
-LINES = {"c": [COLLECTIVE, "train.py", 5], "u": [UPDATE, "train.py", 9], "d": [COLLECTIVE]}  # d: DDP's, with no line
+LINES = {
+    "c": [COLLECTIVE, "train.py", 5],
+    "u": [UPDATE, "train.py", 9],
+    "d": [COLLECTIVE],
+    "j": [JOIN],
+}  # d: DDP's, with no line
 
 
 def write(folder: Path, *orders: str) -> None:
@@ -31,6 +36,8 @@ def write(folder: Path, *orders: str) -> None:
         (("dudu", "dud"), None, None),
         (("dudu", "dudd"), 1, 9),  # no line of the script makes the collective
         (("cuc", "cuc"), None, None),
+        (("cuucuc", "cucuc"), None, None),  # local SGD: the ranks make different numbers of updates before they average
+        (("jcucucc", "jcuccc"), None, None),  # torch's Join: rank 1 has no data for the second update
         (("", ""), None, None),
     ],
 )

@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 COLLECTIVE, UPDATE = "collective", "update"
+JOIN = "join"  # torch's Join: a rank without data lets the others continue
 
 
 def order_path(folder: str, rank: int) -> str:

@@ -6,9 +6,10 @@ of them has left out an update. The ranks may hang or abort because of this faul
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
-from paceline.observe.update_order import COLLECTIVE, UPDATE, read_order
+from paceline.observe.update_order import COLLECTIVE, JOIN, UPDATE, read_order
 from paceline.verify.answer import DIFFERENT, Answer, Claim
 
 
@@ -16,10 +17,13 @@ def answer_for_left_out_update(folder: str, processes: int) -> Answer | None:
     """An answer if a rank of the subject run makes an update that another rank leaves out. folder: of the run."""
     orders = [read_order(folder, rank) for rank in range(processes)]
     updates = [[place for place, (what, *_) in enumerate(order) if what == UPDATE] for order in orders]
-    if not all(orders) or not any(updates):
+    joins = any(what == JOIN for order in orders for what, *_ in order)
+    if not all(orders) or not any(updates) or joins:
         return None
     # the number of collectives before each update
     counts = [[place - number for number, place in enumerate(places)] for places in updates]
+    if any(after <= before for places in counts for before, after in pairwise(places)):
+        return None  # updates without a collective between them: the ranks may train alone for a while (local SGD)
     totals = [len(order) - len(places) for order, places in zip(orders, updates, strict=True)]
     for step in range(max(map(len, counts))):
         made = {rank: found[step] for rank, found in enumerate(counts) if step < len(found)}

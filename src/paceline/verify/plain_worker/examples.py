@@ -148,9 +148,9 @@ class Loaders:
             is_list = loader.batch_sampler is not None
             if self._replay is not None:
                 return self._replayed(place, loader.collate_fn, is_list)
-            if not self._updated:  # forwards before training, such as one that shows the shapes of a layer
-                self.passes = [one for one in self.passes if one[0] not in (INPUTS, TARGETS)]
-                self.yields, self.keys = (self.yields, self.keys) if self.passes else (0, [])
+            if not self._updated and self._may_record_inputs():
+                # forwards before training, such as one that shows the shapes of a layer
+                self.passes, self.yields, self.keys = [], 0, []
             self.passes.append(place)
             collate = loader.collate_fn
             try:

@@ -31,6 +31,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import inspect
 import json
 import os
 import sys
@@ -45,7 +46,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed import get_world_size
+from torch.distributed import ProcessGroup, get_world_size
+from torch.distributed.algorithms.join import Join
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -60,7 +62,7 @@ from paceline.observe.patching import Patches
 from paceline.observe.script_stack import ScriptStack, module_files
 from paceline.observe.sketches import sketch, sketched
 from paceline.observe.trained_tensors import TrainedTensors, copy_into, part_name, whole
-from paceline.observe.update_order import COLLECTIVE, UPDATE, UpdateOrder
+from paceline.observe.update_order import COLLECTIVE, JOIN, UPDATE, UpdateOrder
 from paceline.observe.write_tracer import WriteTracer
 from paceline.step.backends import allows_tf32
 from paceline.torch_private.core import parameters_of
@@ -218,6 +220,7 @@ class PlainRecorder:
             self._order = UpdateOrder(self._spec.directory, self._rank)
             for name in _OF_ALL:
                 self._patches.before(torch.distributed, name, self._count_collective)
+            self._patches.before(Join, "__enter__", lambda _: self._add_to_order(JOIN))
             self._patches.before(DistributedDataParallel, "__init__", self._note_wrapper)
             self._patches.before(DistributedDataParallel, "no_sync", lambda _: self._note_line("no_sync"))
             self._patches.before(DistributedDataParallel, "register_comm_hook", partial(self._note_made, "comm_hook"))
@@ -257,9 +260,10 @@ class PlainRecorder:
         self._loaders_of[line] = number = self._loaders_of.get(line, -1) + 1
         self._loader_names[loader] = f"{line} {number}"
 
-    def _count_collective(self, *_: Any, group: Any = None, **__: Any) -> None:
+    def _count_collective(self, *args: Any, group: Any = None, **_: Any) -> None:
         """Count a collective of all ranks. All ranks make these in the same order."""
-        if group is None or get_world_size(group) == self._spec.processes:
+        found = group if group is not None else next((one for one in args if isinstance(one, ProcessGroup)), None)
+        if found is None or get_world_size(found) == self._spec.processes:
             self._add_to_order(COLLECTIVE)
 
     def _add_to_order(self, kind: str) -> None:
@@ -270,12 +274,15 @@ class PlainRecorder:
         """Note a gather whose result has no gradient, although its input has one. In one process, the result is the
         input, so let the gradient pass."""
 
-        def gather(output: Any, tensor: Any, *args: Any, **options: Any) -> Any:
+        signature = inspect.signature(original)
+
+        def gather(*args: Any, **options: Any) -> Any:
+            result = original(*args, **options)
+            output, tensor = list(signature.bind(*args, **options).arguments.values())[:2]
             lost = self._is_active() and torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
-            result = original(output, tensor, *args, **options)
             if lost and self._spec.is_subject:
                 self._lines.setdefault("cut_gather", self._stack.caller())
-            elif lost and not self._spec.separate_batches:
+            elif lost and not self._spec.separate_batches and self._spec.only_shard is None:
                 if result is not None:
                     result.wait()
                 target = output if isinstance(output, Tensor) else output[0]
@@ -331,8 +338,9 @@ class PlainRecorder:
                 self._tracer.start()
         if self._buffers_before is None:
             found, names = self._trained.tensors(), self._trained.buffers()
-            self._buffers_before = {name: found[name].clone() for name in names if not is_sharded(found[name])}
-        if _communicates(module):
+            plain = {name: found[name] for name in names if not is_sharded(found[name]) and not found[name].is_meta}
+            self._buffers_before = {name: tensor.clone() for name, tensor in plain.items()}
+        if module.training and _communicates(module):  # one rank may evaluate alone
             self._add_to_order(COLLECTIVE)
         if self._function.searching and self._spec.is_subject:
             # a global hook gets no keyword arguments: they are in the frame of the module's call
@@ -555,7 +563,7 @@ class PlainRecorder:
         for name, before in (self._buffers_before or {}).items():
             value = now.get(name)
             if value is not None and value.shape == before.shape and not torch.equal(value, before):
-                moved[name] = value.double() - before.double()
+                moved[name] = value.cpu().double() - before.cpu().double()
         self._buffers_before = None
         if moved:
             save_tensors(sketched(moved), self._path(f"moved-{step}-r{self._rank}"))
