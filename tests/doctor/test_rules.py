@@ -13,7 +13,15 @@ from torch.nn.functional import cross_entropy
 from paceline.doctor import doctor_command
 from paceline.doctor.recorders.call_context import Choice, choice_at
 from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind
-from paceline.doctor.rules import collective_rules, cost_rules, data_rules, model_rules, replica_rules, schedule_rules
+from paceline.doctor.rules import (
+    clip_rules,
+    collective_rules,
+    cost_rules,
+    data_rules,
+    model_rules,
+    replica_rules,
+    schedule_rules,
+)
 from paceline.doctor.rules.collective_rules import CollectiveChecker
 from paceline.doctor.rules.evaluation_rules import _metric
 from paceline.doctor.rules.gathered_results import uses_all
@@ -473,10 +481,10 @@ def test_streams_that_share_a_part(theirs: Any, found: bool) -> None:
 def test_clipping_under_no_sync() -> None:
     local, reduces = ({"k": "backward", "local": [0], "synced": []}, {"k": "backward", "local": [], "synced": [0]})
     clip = {"k": "clip", "at": AT, "changed": True}
-    assert len(schedule_rules._clipped_early(RecordedRun([[local, clip, reduces, clip, {"k": "before"}] * 3]))) == 3
-    assert schedule_rules._clipped_early(RecordedRun([[local, reduces, clip, {"k": "before"}] * 3])) == []
+    assert len(clip_rules._clipped_early(RecordedRun([[local, clip, reduces, clip, {"k": "before"}] * 3]))) == 3
+    assert clip_rules._clipped_early(RecordedRun([[local, reduces, clip, {"k": "before"}] * 3])) == []
     assert (
-        schedule_rules._clipped_early(RecordedRun([[local, clip, {"k": "before"}] * 3])) == []
+        clip_rules._clipped_early(RecordedRun([[local, clip, {"k": "before"}] * 3])) == []
     )  # nothing reduces: another finding
 
 

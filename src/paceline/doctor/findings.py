@@ -83,8 +83,8 @@ CAUSES = {
     ),
     "examples_missed": Cause(
         MODEL,
-        "The data are sharded for more ranks than are running",
-        "The shards of the missing ranks are never read.",
+        "Some examples are never used",
+        "No rank trains on them: the data are sharded for more ranks than are running, or twice.",
         "Shard by the number of running processes, dist.get_world_size(), not by a constant of the script.",
     ),
     "no_set_epoch": Cause(
@@ -147,15 +147,6 @@ CAUSES = {
         "Some examples count twice in the metric, which then depends on the number of processes.",
         "Evaluate on shards without padding, Subset(data, range(rank, len(data), world_size)), or drop the duplicates "
         "before computing the metric.",
-        see=_WORSE,
-    ),
-    "batch_norm": Cause(
-        MODEL,
-        "BatchNorm is not synchronised",
-        "Each replica normalises by the statistics of its local shard, not of the global batch, so it is a different "
-        "model from the one on a single device. DDP keeps the running statistics of rank 0.",
-        "Before DDP, on GPUs: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or use GroupNorm or "
-        "LayerNorm.",
         see=_WORSE,
     ),
     "weights_differ_at_start": Cause(
@@ -250,6 +241,20 @@ CAUSES = {
         "coefficient of this term by the number of processes.)",
         see=_WORSE,
     ),
+    "gathered_without_gradient": Cause(
+        MODEL,
+        "Gathered tensors in the loss have no gradient",
+        "The tensors of a rank get no gradient from the losses of the other ranks, as they would in one large batch.",
+        "Gather with torch.distributed.nn.functional.all_gather, which keeps the autograd graph.",
+    ),
+    "factor": Cause(
+        MODEL,
+        "The loss has a factor that depends on the number of processes",
+        "Each gradient is too large or too small by the number of processes, as with another learning rate.",
+        "DDP averages the gradients of the ranks. So let each rank compute the mean over its own examples, or "
+        "loss_sum * world_size / all_reduced_count.",
+        see=_WORSE,
+    ),
     "own_fractions": Cause(
         MODEL,
         "One term of the loss is a product of statistics of each rank's rows",
@@ -326,6 +331,13 @@ CAUSES = {
         "Gradients are clipped before they are reduced",
         "The bound applies to each rank's gradient instead of the gradient of the global batch.",
         "Reduce first, then clip.",
+    ),
+    "norm_summed_twice": Cause(
+        MODEL,
+        "The clipping norm counts each gradient once per rank",
+        "The norm is too large by the square root of the number of processes, so gradients are clipped harder, the "
+        "more processes there are.",
+        "DDP has averaged the gradients, so each rank already knows the global norm: do not all_reduce it.",
     ),
     "clip_of_shards": Cause(
         MODEL,
@@ -432,6 +444,15 @@ CAUSES = {
     "module_prefix": Cause(
         COST, "Saved names begin with `module.`", "Only a DDP-wrapped model can load the file.",
         "torch.save(model.module.state_dict(), path).",
+    ),
+    "batch_norm": Cause(
+        NOTE,
+        "BatchNorm is not synchronised",
+        "Each replica normalises by the statistics of its local shard, not of the global batch, so it is a different "
+        "model from the one on a single device. DDP keeps the running statistics of rank 0.",
+        "Before DDP, on GPUs: model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). Or use GroupNorm or "
+        "LayerNorm.",
+        see=_WORSE,
     ),
     "same_masks": Cause(
         NOTE, "Dropout draws the same masks on all ranks",

@@ -109,6 +109,11 @@ class ScriptStack:
         innermost = next(self.frames(Owner.SCRIPT, Owner.LIBRARY, Owner.BENEATH), None)
         return innermost is not None and self.owns(innermost.f_code.co_filename)
 
+    def called_through(self, module: str) -> bool:
+        """Is the innermost frame that is not Paceline's in this module?"""
+        innermost = next(self.frames(Owner.SCRIPT, Owner.LIBRARY, Owner.BENEATH), None)
+        return innermost is not None and innermost.f_globals.get("__name__") == module
+
     def called_by_library(self) -> bool:
         """Does a library make the current call, not the script itself?"""
         innermost = next(self.frames(Owner.SCRIPT, Owner.LIBRARY), None)

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.doctor.rules import DIVERGENCE
+from paceline.doctor.rules import DIVERGENCE, METRICS
 from paceline.verify.answer import DIFFERENT, SAME, UNKNOWN, Answer, Claim, answer_with, claim_from, describe
 from paceline.verify.comparison import without_kinks
 from paceline.verify.differences import differences, differences_computed
@@ -562,8 +562,9 @@ class _PlainComparison:
 
         Doctor watches more updates. If the ranks' weights part, they do so after the compared ones.
         """
-        beyond = _NOT_COMPARED.union(DIVERGENCE)
-        fault = next((fault for fault in self._faults if fault["cause"] in beyond), None)
+        beyond = _NOT_COMPARED.union(DIVERGENCE, ("lr_differs", "buffers_differ"))
+        faults = [fault for fault in self._faults if fault["cause"] in beyond]
+        fault = min(faults, key=lambda fault: fault["cause"] in METRICS, default=None)  # the model comes first
         if fault is None:
             return same
         where = f"{fault['file']}:{fault['line']}: " if fault["file"] else ""

@@ -60,6 +60,7 @@ _ANY_SIZE = (
 _CUTTING_GATHERS = ("all_gather", "all_gather_into_tensor", "gather")  # their results have no autograd graph
 _WITH_VALUES = ("all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "gather")
 _HANDLE_METHODS = ("wait", "synchronize", "is_completed", "is_success", "get_future", "get_future_result", "result")
+_AUTOGRAD = "torch.distributed.nn.functional"  # collectives with a backward
 _POINT_TO_POINT = ("send", "recv", "isend", "irecv", "batch_isend_irecv")
 _GROUPS = ("new_group", "init_process_group", "destroy_process_group", "new_subgroups", "new_subgroups_by_enumeration")
 # gloo's thread needs the GIL to release the last backward's calls (torch 2.13 keeps their context), and the interpreter
@@ -70,6 +71,7 @@ _SETTLE_SECONDS = 0.05
 _MIN_ELEMENTS, _COMPARED, _ROUNDING = 4, 64, 2e-2
 # Limits: elements of a recorded result; digested gradients; recorded results.
 _MAX_VALUES, _MAX_DIGESTS, _MAX_RESULTS = 16, 400, 600
+_MAX_GATHERED = 8  # gathered tensors with gradients between two backwards
 _MAX_IN_FORWARD = 40  # digested tensors that the script sends in a forward
 
 
@@ -89,6 +91,7 @@ class CollectiveRecorder:
         self._totals: set[int] = set()  # number of elements of each optimizer's weights, and of all weights
         self._shapes: set[Any] = set()  # the shapes of all weights
         self.unwaited: dict[int, tuple[Any, list[Any]]] = {}  # id of a handle -> (the handle, the line that started it)
+        self.gathered: list[tuple[Any, int, int, list[Any]]] = []  # since the last backward: see `_keep_gathered`
         self.compared = True  # False: ranks may end early on purpose (Join)
         self._in_backward = False
 
@@ -183,14 +186,24 @@ class CollectiveRecorder:
                 fields["result"] = self._values(tensor, fields)
             if given.get("async_op"):
                 self._hold_handle(result, fields)
+            if fields.get("cuts"):
+                self._keep_gathered(tensor, group)
             known = fields.get("of") and "copy" not in fields
             self.log.record("coll", op=op, path=[] if known else self.log.stack.call_stack(), **fields)
 
         return watch
 
+    def _keep_gathered(self, tensor: torch.Tensor, group: Any) -> None:
+        """Keep a tensor with a gradient that was gathered without one: (the tensor, this rank's place in the group, the
+        group's size, line). The next backward looks for the result in the loss."""
+        if len(self.gathered) < _MAX_GATHERED and self.log.few("gathered", _MAX_DIGESTS):
+            place = dist.get_rank(group), dist.get_world_size(group)
+            self.gathered.append((tensor.detach(), *place, self.log.stack.caller()))
+
     def _is_exchange(self) -> bool:
-        """Does the script itself call this collective, in a model's forward?"""
-        return bool(self._shared.models.forward_depth) and self.log.stack.called_by_script()
+        """Does the script itself call this collective, in a model's forward? Perhaps through torch.distributed.nn."""
+        stack = self.log.stack
+        return bool(self._shared.models.forward_depth) and (stack.called_by_script() or stack.called_through(_AUTOGRAD))
 
     def _hold_handle(self, work: Any, fields: dict[str, Any]) -> None:
         """Keep the handle of an asynchronous gradient reduction until the script waits for it, or the next step."""

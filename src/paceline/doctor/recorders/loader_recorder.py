@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import random
+import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Generator, Iterable
@@ -46,6 +47,7 @@ from paceline.torch_private.observed import (
 )
 
 _MAX_DIGESTED = 64  # digested batches per pass
+_MAX_ITEMS = 400  # digested items of streams that a library shards
 _MAX_TENSORS = 4  # digested tensors per batch
 _MIN_INDICES = 4  # fewer indices may equal the labels of a batch by chance
 # For the digests of a data set's contents: digested elements of a list; minimum length of a list or tensor; maximum
@@ -63,6 +65,7 @@ def install(log: EventLog) -> None:
     patches.around(LoaderIterator, "__next__", recorder.around_next)
     patches.wrap(LOADER_WORKERS, WORKER_MAIN, recorder.wrap_worker_loop)
     after_import("accelerate.data_loader", recorder.patch_accelerate)
+    after_import("transformers.trainer_pt_utils", recorder.patch_sharded_stream)
     for cls in (DistributedSampler, Subset):
         patches.after(cls, "__init__", recorder.after_construction)
 
@@ -72,6 +75,8 @@ class _LoaderRecorder:
         self._log = log
         self._made: Counter[str] = Counter()
         self._passes = 0
+        self._streams: Any = weakref.WeakSet()  # data sets inside a library's shards
+        self._stream_classes: set[type] = set()  # their patched classes
 
     def after_init(self, loader: Any, /, *_: Any, **__: Any) -> None:
         self._log.record("loader", loader=self._name(loader), **_describe(loader))
@@ -152,6 +157,35 @@ class _LoaderRecorder:
         for name in ("DataLoaderShard", "DataLoaderDispatcher"):
             if hasattr(module, name):
                 self._log.patches.wrap(getattr(module, name), "__iter__", self.wrap_prefetching_iter)
+        self.patch_sharded_stream(module)
+
+    def patch_sharded_stream(self, module: Any) -> None:
+        """Watch the streams that a library shards: each rank reads the whole stream and drops the other ranks' items."""
+        if hasattr(module, "IterableDatasetShard"):
+            self._log.patches.before(module.IterableDatasetShard, "__iter__", self.before_sharded_iter)
+
+    def before_sharded_iter(self, shard: Any, /) -> None:
+        cls = type(shard.dataset)
+        self._streams.add(shard.dataset)
+        if cls not in self._stream_classes and hasattr(cls, "__iter__"):
+            self._stream_classes.add(cls)
+            self._log.patches.wrap(cls, "__iter__", self.wrap_stream)
+
+    def wrap_stream(self, original: Any) -> Any:
+        def __iter__(stream: Any) -> Any:
+            items = iter(original(stream))
+            return self._watched(items) if stream in self._streams and self._log.active else items
+
+        return __iter__
+
+    def _watched(self, items: Iterable[Any]) -> Any:
+        for item in items:
+            if self._log.active and self._log.few("items", _MAX_ITEMS):
+                with self._log.overhead():
+                    first = next((leaf for leaf in tensors_in(item) if leaf.dim()), None)
+                    row = None if first is None else row_digests(first.detach()[None])[0]
+                    self._log.record("item", row=row)
+            yield item
 
     def around_next(self, iterator: Any) -> Generator[None, Any, None]:
         log, place = self._log, iterator.__dict__.get(_PASS)

@@ -42,6 +42,8 @@ _SIGN = 1 << 63  # torch saves a negative number as an unsigned one
 _SUMS = ("SumBackward0", "MeanBackward0")
 _OF_ROWS = ("SumBackward1", "MeanBackward1")
 _PRODUCTS = ("MmBackward0", "AddmmBackward0")
+_OF_TWO = (*_PRODUCTS, "BmmBackward0", "BaddbmmBackward0", "MulBackward0", "SubBackward0")
+_MAX_NODES = 3000
 _PER_ROW = ("SoftmaxBackward0", "LogSoftmaxBackward0", "SigmoidBackward0", "IndexBackward0", "ExpBackward0")
 _PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 _SHAPES = (*TRANSPARENT, "UnsqueezeBackward0", "ExpandBackward0", "TransposeBackward0", "PermuteBackward0",
@@ -213,6 +215,39 @@ def _loss_size(node: Any) -> int:
     rows = saved(node, "self")
     plain = saved(node, "total_weight") is None and _reduction(node) == "mean"
     return rows.numel() if plain and rows is not None else 0
+
+
+# --- its constants
+
+
+def gathered_constants(root: torch.Tensor, gathered: list[tuple[torch.Tensor, int, int, list[Any]]]) -> list[Any]:
+    """The line of a gather whose result takes part in a product of the loss without a gradient; [] if there is none.
+
+    gathered: (this rank's tensor, its place, the number of ranks, line) of each gather of a tensor with a gradient.
+    """
+    for constant in _constants(root.grad_fn):
+        for own, place, size, at in gathered:
+            if constant.dtype is own.dtype and constant.numel() == size * own.numel():
+                # a view or transposition of the result has the same storage
+                whole = torch.empty(0, dtype=own.dtype, device=constant.device).set_(constant.untyped_storage())
+                if whole.numel() == constant.numel() and torch.equal(whole.chunk(size)[place], own.reshape(-1)):
+                    return at
+    return []
+
+
+def _constants(node: Any) -> Iterator[torch.Tensor]:
+    """Factors of the products in a graph that have no gradient, each an unchanged tensor of the script."""
+    seen, waiting = {node}, [node]
+    while waiting and len(seen) < _MAX_NODES:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if node.name() in _OF_TWO:
+            given = (saved(node, name) for name in ("self", "other", "mat1", "mat2"))
+            yield from (t for t in given if type(t) is torch.Tensor and not t.requires_grad and t.numel() > 1)
+        fresh = [child for child in _below(node) if child not in seen]
+        seen.update(fresh)
+        waiting += fresh
 
 
 # --- its terms

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 import weakref
 import zlib
 from collections.abc import Callable, Generator
@@ -31,6 +32,7 @@ from paceline.torch_private.observed import DDP_AFTER_FORWARD
 _MAX_DIGESTED = 40  # forward passes with digested inputs
 _MAX_PAST = 8  # recorded events of a kind: forwards that bypass DDP, parameters replaced or initialized after DDP
 _MAX_NAMED = 4  # names of modules in a "mode" event
+_MAX_SCANS = 2  # searches through all objects of the process
 _MAX_NORM_EVENTS = 3  # per batch norm: DDP may wrap a module after its first forward
 
 
@@ -51,6 +53,7 @@ class ModelRecorder:
         self.before_forward: Callable[[], None] | None = None  # called once, before the next forward
         self._ddp_wrapping: Any = WeakIdKeyDictionary()  # module -> the number of the DDP module that wraps it
         self._unwrapped: Any = WeakIdKeyDictionary()  # root modules that an optimizer trains
+        self._statistics: Any = weakref.WeakSet()  # see `statistics`
         self._patched_classes: set[type] = set()  # classes with a patched forward: of wrapped and of root modules
         self.sync_off = False  # has the script turned off FSDP's reduction?
         self._no_sync_lines: set[tuple[Any, ...]] = set()  # lines with a call of no_sync
@@ -115,6 +118,16 @@ class ModelRecorder:
         sent = {id(ddp.module) for ddp in self.ddp_modules if ddp.broadcast_buffers}
         by_id = {id(ddp.module): ddp.module for ddp in self.ddp_modules} | {id(root): root for root in self._unwrapped}
         return [root for key, root in by_id.items() if key not in sent]
+
+    def statistics(self) -> list[nn.Module]:
+        """Modules of the script's own classes with buffers and without parameters, outside every other module, such as
+        running moments of observations. Looks for new ones in the first calls only."""
+        if self.log.few("statistics", _MAX_SCANS):
+            for root in root_modules():
+                own = self.log.stack.owns(getattr(sys.modules.get(type(root).__module__), "__file__", None) or "")
+                if own and next(root.parameters(), None) is None and next(root.buffers(), None) is not None:
+                    self._statistics.add(root)
+        return sorted(self._statistics, key=lambda root: type(root).__name__)
 
     def _patch_forward(self, module: nn.Module) -> None:
         cls = type(module)

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ _VALUE = re.compile(r"\d\.\d")  # a decimal number: the counts of a progress bar
 _OF_TORCH = re.compile(r"(c10d|torch)\b")  # torch's loggers, which report failed collectives
 _PRINTED = (str, int, float, torch.Tensor, np.generic, dict, list, tuple)
 _MAX_OUTPUTS = 3000
+_MAX_SAVES = 20  # inspected checkpoints
 _PREFIX = "module."
 
 
@@ -101,7 +102,31 @@ class OutputRecorder:
         path = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
         where = os.path.realpath(os.fspath(path)) if isinstance(path, (str, os.PathLike)) else None
         size = os.path.getsize(where) if where and os.path.isfile(where) else 0
-        self.log.record("save", path=where, bytes=size, seconds=seconds, wrapped=_prefixed_name(value))
+        own, other = self._saved_buffers(value) if self.log.few("saved_buffers", _MAX_SAVES) else (0, 0)
+        about: dict[str, Any] = {"path": where, "bytes": size, "seconds": seconds, "wrapped": _prefixed_name(value)}
+        self.log.record("save", own_buffers=own, other_buffers=other, **about)
+
+    def _saved_buffers(self, value: Any) -> tuple[int, int]:
+        """The number of buffers of trained models in a checkpoint that DDP does not broadcast: with this rank's values,
+        and with others."""
+        given = dict(_named_tensors(value))
+        own = other = 0
+        for root in self.log.shared.models.not_broadcast():
+            for name, buffer in root.named_buffers():
+                saved = given.get(name)
+                if saved is not None and saved.shape == buffer.shape and buffer.is_floating_point():
+                    same = torch.equal(saved.to(buffer), buffer)
+                    own, other = own + same, other + (not same)
+        return own, other
+
+
+def _named_tensors(value: Any, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name without DDP's prefix, tensor) of the tensors in nested dictionaries."""
+    for name, item in value.items() if isinstance(value, dict) and depth <= 3 else ():
+        if type(item) in (torch.Tensor, torch.nn.Parameter):
+            yield str(name).removeprefix(_PREFIX), item
+        else:
+            yield from _named_tensors(item, depth + 1)
 
 
 def _prefixed_name(value: Any, depth: int = 0) -> str:

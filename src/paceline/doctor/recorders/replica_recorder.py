@@ -24,6 +24,8 @@ _MAX_GRADIENTS = 400  # backward passes after which an optimizer's gradients are
 # Number of weights with a value in a fingerprint; maximum number of steps with fingerprints.
 _FINGERPRINTED, _MAX_FINGERPRINTED_STEPS = 24, 2000
 _MAX_BUFFERS = 64
+_MAX_SHARDS = 100  # inspected shards per optimizer
+_PRECISE = (torch.float32, torch.float64)  # an update of a shorter type may round to nothing
 _SETTINGS = ("lr", "weight_decay", "momentum", "betas", "eps", "alpha", "dampening", "nesterov", "amsgrad", "maximize")
 
 Sample = dict[str, list[float]]
@@ -36,6 +38,8 @@ class ReplicaRecorder:
         self._log, self._models = log, log.shared.models
         self._names: Any = WeakIdKeyDictionary()  # parameter -> name; weak, because an id may be used again
         self._local_gradients: dict[int, Sample] = {}  # optimizer -> its gradients after the last backward
+        self._local_norms: dict[int, float] = {}  # optimizer -> the norm of these gradients
+        self._shards: dict[int, Sample] = {}  # optimizer -> its shards with gradients, before a step
         self._fingerprints: dict[int, tuple[int, str]] = {}  # optimizer -> fingerprint after its last step
 
     @staticmethod
@@ -49,6 +53,7 @@ class ReplicaRecorder:
             number = number_of(optimizer)
             if self.is_compared(made(number) + 1) and self._log.few("gradients", _MAX_GRADIENTS):
                 self._local_gradients[number] = self._sample(optimizer, lambda p: p.grad)
+                self._local_norms[number] = self._gradient_norm(optimizer)
 
     def before_step(self, optimizer: Any, number: int, made: int) -> dict[str, Any]:
         """Return fields of an optimizer's "before" event. made: the number of its steps so far."""
@@ -56,9 +61,11 @@ class ReplicaRecorder:
             self._log.record("moved", opt=number, step=made)
         if not self.is_compared(made + 1):
             return {"weights": None}
+        self._shards[number] = self._shards_with_gradients(optimizer)
         return {
             "weights": self._sample(optimizer, lambda p: p),
             "own": self._local_gradients.pop(number, None),
+            "own_norm": self._local_norms.pop(number, None),
             "grads": self._sample(optimizer, lambda p: p.grad),
             "settings": [{k: str(v) for k in _SETTINGS if (v := g.get(k)) is not None} for g in optimizer.param_groups],
             "outside": self._outside_ddp(optimizer),
@@ -73,7 +80,33 @@ class ReplicaRecorder:
         if not self.is_compared(made):
             return {"weights": None}
         self._models.before_forward = lambda: self._record_buffers(number, made)
-        return {"weights": self._sample(optimizer, lambda p: p), "state": self._state(optimizer)}
+        return {
+            "weights": self._sample(optimizer, lambda p: p),
+            "state": self._state(optimizer),
+            "shards": self._which_moved(optimizer, self._shards.pop(number, {})),
+        }
+
+    def _gradient_norm(self, optimizer: Any) -> float:
+        """The L2 norm of all gradients of an optimizer, except those of sharded parameters."""
+        grads = [p.grad for p in parameters(optimizer) if p.grad is not None and self._is_full(p)]
+        norms = [g.detach().norm() for g in grads if g.layout is torch.strided]
+        return float(torch.stack(norms).double().norm()) if norms else 0.0
+
+    def _shards_with_gradients(self, optimizer: Any) -> Sample:
+        """name -> sample of this rank's shard, for sharded parameters with a gradient that is not zero."""
+        found: Sample = {}
+        for name, p in self.named(optimizer)[:_MAX_SHARDS]:
+            grad = p.grad
+            if hasattr(p, "to_local") and grad is not None and hasattr(grad, "to_local") and p.dtype in _PRECISE:
+                own = p.to_local()
+                if own.numel() and bool(grad.to_local().detach().any()):
+                    found[name] = sample(own)
+        return found
+
+    def _which_moved(self, optimizer: Any, before: Sample) -> dict[str, bool]:
+        """name -> has the step changed this rank's shard? before: the shards before the step."""
+        now = ((name, p) for name, p in self.named(optimizer) if name in before)
+        return {name: sample(p.to_local()) != before[name] for name, p in now if hasattr(p, "to_local")}
 
     def _record_buffers(self, number: int, made: int) -> None:
         """Record buffers at the first forward after a step, when the script or a library has finished the step."""
@@ -114,7 +147,10 @@ class ReplicaRecorder:
                 found |= self._persistent_buffers(name, module)
                 if len(found) >= _MAX_BUFFERS:
                     return found
-        return found
+        for root in self._models.statistics():
+            for name, module in root.named_modules():
+                found |= self._persistent_buffers(f"{type(root).__name__}.{name}".rstrip("."), module)
+        return dict(list(found.items())[:_MAX_BUFFERS])
 
     def _fingerprint(self, optimizer: Any) -> Any:
         """(the sum of the weights' version counters, one value of some weights). In-place operations increment the

@@ -15,7 +15,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.doctor.recorders.host_sync_recorder import machine_state
-from paceline.doctor.recorders.loss_graph import loss_divisor, loss_kind, loss_lines, loss_terms, mean_sizes
+from paceline.doctor.recorders.loss_graph import (
+    gathered_constants,
+    loss_divisor,
+    loss_kind,
+    loss_lines,
+    loss_terms,
+    mean_sizes,
+)
 from paceline.doctor.recorders.replica_recorder import ReplicaRecorder, parameters
 from paceline.doctor.recorders.shared_state import NUMBER, number_of, set_number
 from paceline.observe.event_log import EventLog
@@ -70,6 +77,9 @@ class _StepRecorder:
             root = tensors if isinstance(tensors, torch.Tensor) else tensors[0] if len(tensors) == 1 else None
             plain = (args[0] if args else options.get("grad_tensors")) is None
             about |= self._describe_loss(root if plain else None)
+            gathered, shared.collectives.gathered = shared.collectives.gathered, []
+            if gathered and root is not None:
+                about["cut_at"] = gathered_constants(root, gathered)
             self._find_dropped(shared.optimizers, [])
             if any(models.has_script_hook(p) for o in shared.optimizers for p in parameters(o)):
                 about["mean"] = "other"  # a hook may divide the gradients
@@ -271,9 +281,11 @@ class _StepRecorder:
         if first and not self._scheduler_depth:
             self.log.record("sched_made", sched=number_of(scheduler))
 
-    def around_scheduler_step(self, scheduler: Any, /, *_: Any, **__: Any) -> Generator[None, Any, None]:
+    def around_scheduler_step(self, scheduler: Any, /, *args: Any, **options: Any) -> Generator[None, Any, None]:
         if self._scheduler_depth:
             return
+        given = args[0] if args else options.get("metrics")
+        metric = _as_float(given) if isinstance(scheduler, ReduceLROnPlateau) else None
         optimizer = getattr(scheduler, "optimizer", None)
         self._scheduler_depth += 1
         try:
@@ -285,7 +297,8 @@ class _StepRecorder:
             self._scheduler_depth -= 1
         lrs = [_as_float(group.get("lr")) for group in getattr(optimizer, "param_groups", ())]
         library = self.log.stack.called_by_library()
-        self.log.record("sched", opt=number_of(optimizer), lr=lrs, library=library, **describe_scheduler(scheduler))
+        about = describe_scheduler(scheduler)
+        self.log.record("sched", opt=number_of(optimizer), lr=lrs, library=library, metric=metric, **about)
 
     # --- clipping and scaling
 

@@ -8,7 +8,8 @@ padded_rows.py        compare rows of examples that are padded to different widt
 gathered_results.py   does the script drop the duplicates from gathered results?
 model_rules.py        batch norm, modes, parameters without gradients, means of unequal counts
 replica_rules.py      weights that differ between ranks, located by the first difference
-schedule_rules.py     learning rates, schedulers, accumulation, clipping
+schedule_rules.py     learning rates, schedulers, accumulation
+clip_rules.py         clipping, also by hand
 collective_rules.py   compare the collectives of the ranks, also while the script runs
 random_rules.py       random numbers that are the same on all ranks
 loss_rules.py         the terms of a loss, and the lines that compute them
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import (
+    clip_rules,
     cost_rules,
     data_rules,
     evaluation_rules,
@@ -45,7 +47,7 @@ def find_faults(run: RecordedRun) -> list[Finding]:
     """Return all findings except those about collectives (collective_rules.py), the most serious first."""
     found: list[Finding] = []
     training = (data_rules, metric_rules, evaluation_rules, model_rules, replica_rules, schedule_rules,
-                gradient_rules, loss_rules, random_rules, rate_rules)  # fmt: skip
+                clip_rules, gradient_rules, loss_rules, random_rules, rate_rules)  # fmt: skip
     for rules in (*training, cost_rules):
         found += rules.findings(run)
     # Keep the first finding of each cause in METRICS: metric_rules knows the numbers, evaluation_rules only the calls.

@@ -10,7 +10,15 @@ from typing import Any
 
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
-from paceline.doctor.rules.recorded_run import Event, Pass, RecordedRun, finding_at, first_of, first_of_each
+from paceline.doctor.rules.recorded_run import (
+    Event,
+    Pass,
+    RecordedRun,
+    computes_parts,
+    finding_at,
+    first_of,
+    first_of_each,
+)
 
 MIN_BITS = 16  # bits of information that must agree: a few labels of two classes may agree by chance
 MIN_SHARED = 8  # minimum number of examples that agree for a finding
@@ -40,14 +48,16 @@ _SPLIT = (
     "split."
 )
 _CUT = "Shard the data without overlap, in the same order on all ranks: indices[rank::world_size]."
+_ONE_SHARD = "Shard the stream once: in the data set, or by the library that prepares the loader."
 _SEED = "Include the rank in the seed of the generator that draws the batches (seed + rank), or shard the data by rank."
 
 
 def findings(run: RecordedRun) -> list[Finding]:
     """same_examples, examples_missed, same_in_workers, same_random_numbers; and same_batch or no_set_epoch."""
     return [
-        *(() if _compute_parts(run) else first_of(run, _same_examples, _same_inputs, _same_gradients)),
-        *first_of_each(run, _missed, _same_in_workers, _same_numbers),
+        *(() if computes_parts(run) else first_of(run, _same_examples, _same_inputs, _same_gradients)),
+        *first_of(run, _missed, _dropped),
+        *first_of_each(run, _same_in_workers, _same_numbers),
         *first_of(run, _same_batch, _no_set_epoch, _cycled),
     ]
 
@@ -237,13 +247,6 @@ def _same_inputs(run: RecordedRun) -> Iterator[Finding]:
             yield finding_at("same_examples", at, evidence, beside, _SEED)
 
 
-def _compute_parts(run: RecordedRun) -> bool:
-    """Do the ranks compute parts of a model? Then the first tensors that they exchange in a forward differ, although
-    the model's inputs may be equal."""
-    sent = zip(*([e["in_forward"] for e in events if "in_forward" in e] for events in run.per_peer("coll")))
-    return len(set(next(sent, ()))) > 1
-
-
 def _same_gradients(run: RecordedRun) -> Iterator[Finding]:
     """same_examples, by the first hand-written reduction of each step: equal gradients come from equal data."""
     per_rank = [_first_gradients(events) for events in run.ranks]
@@ -292,6 +295,30 @@ def _missed(run: RecordedRun) -> Iterator[Finding]:
                 f"read by any loader: {missed[:6]}, ..."
             )
             yield finding_at("examples_missed", script_lines.rank_stride(run) or about["at"], evidence)
+
+
+def _dropped(run: RecordedRun) -> Iterator[Finding]:
+    """examples_missed: a library shards a stream that is already sharded. Each rank then drops items as those of other
+    ranks, but no other rank reads them."""
+    per_rank = [[e["row"] for e in events] for events in run.per_peer("item")]
+    if len(run.peers) < 2 or min(map(len, per_rank)) < 2 * MIN_SHARED or any(None in rows for rows in per_rank):
+        return
+    used = [{digest for y in run.events(rank, "yield") if y["rows"] for digest in y["rows"][0]} for rank in run.peers]
+    every = set().union(*used)
+    lost: list[int] = []
+    for rows, own in zip(per_rank, used):
+        places = [n for n, row in enumerate(rows) if row in own]
+        read = rows[: max(places, default=0)]
+        lost.append(sum(row not in every for row in read))
+        if len(places) < MIN_SHARED or lost[-1] < max(MIN_SHARED, OVERLAP * len(read)):
+            return
+    evidence = (
+        f"of the {len(per_rank[0])} items that rank 0 read from its stream, {lost[0]} were dropped as other ranks' "
+        "items, but no rank trained on them: each rank's stream is a shard already"
+    )
+    loader = next(iter(sorted(run.training_loaders)), "")
+    at = run.about(loader).get("at") or run.line("item")
+    yield finding_at("examples_missed", at, evidence, script_lines.rank_stride(run), _ONE_SHARD)
 
 
 def _stride(read: list[set[int]]) -> tuple[int, set[int]]:

@@ -162,7 +162,7 @@ def _padded(run: RecordedRun) -> Iterator[Finding]:
         at, by = exchanged[0]["at"], exchanged[0].get("path") or []
         fitting = _GATHER_FOR_METRICS if any("accelerate" in file.split(os.sep) for file, _ in by) else ""
         line = script_lines.validation_log(at) if any(LIGHTNING.search(file) for file, _ in by) else None
-        yield finding_at("padded_evaluation", line or at, evidence, None, fitting)
+        yield finding_at("padded_evaluation", line or at, evidence, run.about(one.loader).get("sampler_at"), fitting)
 
 
 def _may_drop(exchanged: list[Event], values: list[float], loop: Any, unique: int, total: int) -> bool:

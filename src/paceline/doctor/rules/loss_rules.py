@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 from paceline.doctor.findings import Finding
 from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.model_rules import MIN_STEPS, MOSTLY, UNEQUAL, averaged_passes, differ, unequal_divisors
-from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at
+from paceline.doctor.rules.rate_rules import multiplies_rate
+from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of
+from paceline.doctor.rules.schedule_rules import accumulated
 from paceline.doctor.rules.script_lines import Line
 from paceline.observe.expressions import divisions, world_pattern
 from paceline.observe.source import (
@@ -29,6 +32,7 @@ from paceline.observe.source import (
 
 _COUNTS = ("one_hot", "bincount", "histc", "argmax", "topk", "scatter_add", "scatter_add_", "max")
 _PRODUCTS = ("dot", "einsum", "vdot", "inner")
+_LOSS = re.compile(r"loss|objective|\bce\b|\bnll\b", re.IGNORECASE)
 _MAX_DEPTH = 6  # follow this many assignments
 _ROUTING = ("output_router_logits", "router_aux_loss_coef")  # settings that make transformers add the loss itself
 
@@ -36,17 +40,115 @@ Pass = tuple[Event, ...]  # the "backward" events of all ranks for one backward 
 
 
 def findings(run: RecordedRun) -> list[Finding]:
-    """loss_mean_of_means, term_times_processes, own_fractions: the first of each."""
-    passes = [now for now in averaged_passes(run) if len({_form(e) for e in now}) == 1 and now[0].get("terms")]
+    """loss_mean_of_means, term_times_processes, own_fractions, factor: the first of each."""
+    alike = [now for now in averaged_passes(run) if len({_form(e) for e in now}) == 1]
+    passes = [now for now in alike if now[0].get("terms")]
     lines = {tuple(now[0]["at"]) for now in passes} if len(run.peers) > 1 else ()
     by_line = [[now for now in passes if tuple(now[0]["at"]) == line] for line in sorted(lines)]
     rules = (_unequal, _times_processes, _own_fractions)
     found = [f for some in by_line for rule in rules for f in islice(rule(some), 1)]
+    if len(run.peers) > 1 and alike and not found:
+        found += first_of(run, _too_large, _too_small)
+    found += first_of(run, _gathered_constants)
     return list({f.cause: f for f in reversed(found)}.values())[::-1]
 
 
 def _form(backward: Event) -> tuple[str, ...]:
     return tuple(term["kind"] for term in backward.get("terms") or ())
+
+
+def _gathered_constants(run: RecordedRun) -> Iterator[Finding]:
+    """gathered_without_gradient: a product in the loss has a factor that was gathered from tensors with gradients, and
+    has none itself."""
+    passes = list(run.events(0, "backward"))
+    cut = [e for e in passes if e.get("cut_at")]
+    if run.world_size > 1 and len(cut) >= MIN_STEPS and len(cut) >= MOSTLY * len(passes):
+        evidence = (
+            f"in {len(cut)} of {len(passes)} backward passes the loss multiplies by a tensor that was gathered from the "
+            "ranks. The rank's own tensor had a gradient, and the gathered one has none"
+        )
+        yield finding_at("gathered_without_gradient", cut[0]["cut_at"], evidence, cut[0]["at"])
+
+
+def _too_large(run: RecordedRun) -> Iterator[Finding]:
+    """factor: the whole loss is a mean of each rank, times the number of processes. DDP averages the gradients, so they
+    are too large by this factor. Another factor may have the same value, so the source must show the product."""
+    passes = averaged_passes(run)
+    size, at = len(run.peers), passes[0][0]["at"]
+    large = [now for now in passes if all(_is_times(e, size) for e in now)]
+    line = _product_of_loss(run.files("backward", "forward", "ddp", "optimizer"))
+    if len(large) >= MIN_STEPS and len(large) >= MOSTLY * len(passes) and line is not None:
+        evidence = (
+            f"in {len(large)} of {len(passes)} backward passes the loss was each rank's mean, multiplied by {size}, the "
+            "number of processes; the average of the ranks' gradients keeps this factor"
+        )
+        yield finding_at("factor", line, evidence, at)
+
+
+def _is_times(backward: Event, size: int) -> bool:
+    """Is every term of the loss a mean over this rank's rows, multiplied by `size`?"""
+    terms = backward.get("terms") or []
+    if terms:
+        common = [t["outer"] if len(terms) > 1 else t["inner"] for t in terms]
+        means = all(t["kind"] in ("mean", "weighed") and not _has(t["divided"], size) for t in terms)
+        return means and all(_has(factors, size) for factors in common)
+    return bool(backward.get("means")) and all(_has([factor], size) for _, factor in backward["means"])
+
+
+def _product_of_loss(files: list[str]) -> Line:
+    """The first line that multiplies a loss by the number of processes."""
+    for file in files:
+        world = world_pattern(file)
+        for n in nodes_of(file):
+            sides: list[ast.expr] = []
+            if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Mult):
+                sides = [n.target, n.value]
+            elif isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult):
+                sides = [n.left, n.right]
+            texts = [ast.unparse(side) for side in sides]
+            if sides and any(_LOSS.search(a) and world.search(b) for a, b in (texts, texts[::-1])):
+                return [file, n.lineno]
+    return None
+
+
+def _too_small(run: RecordedRun) -> Iterator[Finding]:
+    """factor: the whole loss is a rank's sum, divided by a number that the ranks have summed. DDP divides the gradients
+    by the number of processes once more."""
+    if accumulated(run) > 1 or multiplies_rate(run):
+        return
+    passes, size = averaged_passes(run), len(run.peers)
+    sums = _sums_before_backwards(run.ranks[run.peers[0]])
+    small = [now for now, known in zip(passes, sums) if all(_is_over(e, known, size) for e in now)]
+    if len(small) >= MIN_STEPS and len(small) >= MOSTLY * len(passes):
+        backward = small[0][0]
+        evidence = (
+            f"in {len(small)} of {len(passes)} backward passes each rank divided its sum by a count of all ranks (at "
+            f"first {backward['terms'][0]['count']:g}), and the average of the gradients divided by {size} again"
+        )
+        line = term_line(backward, 0)
+        yield finding_at("factor", line or backward["at"], evidence, backward["at"])
+
+
+def _is_over(backward: Event, sums: set[float], size: int) -> bool:
+    """Is every term a sum divided by one of these numbers, and not multiplied by `size`?"""
+    terms = backward.get("terms") or []
+    return bool(terms) and all(
+        t["kind"] == "sum" and t["count"] in sums and not _has([*t["outer"], *t["inner"]], size) for t in terms
+    )
+
+
+def _sums_before_backwards(events: list[Event]) -> list[set[float]]:
+    """For each backward: the results of sums over the ranks since the last step."""
+    found: list[set[float]] = []
+    since: set[float] = set()
+    for e in events:
+        if e["k"] == "coll" and e.get("by") == "SUM":
+            since |= set(e.get("result") or ())
+        elif e["k"] == "backward":
+            found.append(set(since))
+        elif e["k"] == "step":
+            since = set()
+    return found
 
 
 def _unequal(passes: list[Pass]) -> Iterator[Finding]:

@@ -174,13 +174,19 @@ def _is_other_copy(run: RecordedRun, never: set[str]) -> bool:
     return len(never) > 1 and alone and len(list(run.events(0, "backward"))) >= MIN_STEPS
 
 
+def _trained_by_others(run: RecordedRun, opt: int) -> set[str]:
+    """Names of parameters that have a gradient at a step of another optimizer, such as the heads of earlier tasks."""
+    others = (e for e in run.all_events("before") if e["opt"] != opt)
+    return {name for e in others for name in e.get("grads") or () if name not in e["without"]}
+
+
 def _no_gradient(run: RecordedRun) -> Iterator[Finding]:
     """no_gradient: parameters that had no gradient at any of their optimizer's steps, on any rank."""
     # Without find_unused_parameters, DDP refuses the second forward if parameters have no gradient.
     refused = not run.completed and any(not e.get("find_unused") for e in run.events(0, "ddp"))
     for opt in sorted({e["opt"] for e in run.events(0, "before")}):
         steps = list(run.all_events("before", opt=opt))
-        never = set.intersection(*(set(e["without"]) for e in steps))
+        never = set.intersection(*(set(e["without"]) for e in steps)) - _trained_by_others(run, opt)
         whole = len(never) == steps[0]["parameters"]
         few = len(steps) < (1 if refused else MIN_STEPS) * run.processes
         if few or not never or (whole and not _is_other_copy(run, never)):

@@ -156,6 +156,12 @@ def divides_rate(run: RecordedRun) -> bool:
     )
 
 
+def multiplies_rate(run: RecordedRun) -> bool:
+    """Does the script multiply its learning rate by the number of processes?"""
+    nodes = [(file, node) for file in run.files("optimizer", "ddp", "loader") for node in nodes_of(file)]
+    return any(found for file, node in nodes for found in _scalings(node, world_pattern(file)))
+
+
 def _named(node: ast.AST) -> list[tuple[str, ast.expr]]:
     """(name, value) of each assignment or keyword argument."""
     if isinstance(node, ast.keyword) and node.arg:

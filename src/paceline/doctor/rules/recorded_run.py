@@ -361,6 +361,13 @@ def restored_line(run: RecordedRun, before: Event) -> Any:
     return next((at for mine in per_rank for at in mine if any(mine.count(at) != o.count(at) for o in per_rank)), None)
 
 
+def computes_parts(run: RecordedRun) -> bool:
+    """Do the ranks compute parts of a model? Then the first tensors that they exchange in a forward differ, although
+    the model's inputs may be equal."""
+    sent = zip(*([e["in_forward"] for e in events if "in_forward" in e] for events in run.per_peer("coll")))
+    return len(set(next(sent, ()))) > 1
+
+
 Rule = Callable[[RecordedRun], Iterator[Finding]]
 
 

@@ -19,6 +19,7 @@ from paceline.doctor.rules.rate_rules import divides_rate
 from paceline.doctor.rules.recorded_run import (
     Event,
     RecordedRun,
+    computes_parts,
     finding_at,
     first_of,
     first_of_each,
@@ -35,16 +36,22 @@ _HELD_BY_FSDP = (
     "their gradients before each step and divide by the number of processes."
 )
 
+_EVERY_SHARD = "Update every shard that has a gradient. A shard may be empty on some ranks: skip it alone."
+_BETWEEN_PARTS = (
+    "The gradient of a weight that all ranks hold is the sum over their parts of the model: all_reduce it, in the "
+    "backward of the exchange between the parts, or before the step."
+)
+
 Samples = dict[str, list[float]]
 
 
 def findings(run: RecordedRun) -> list[Finding]:
     """Check for weights_differ_at_start, summed_gradients, buffers_differ and DIVERGENCE (rules/__init__.py)."""
-    found = first_of(run, _fsdp_sync_off, _differ_when_sharded)
+    found = first_of(run, _fsdp_sync_off, _differ_when_sharded, _idle_shards)
     if found or run.has("join"):
         return found
     if not (run.reduces_gradients or run.meant_as_replicas):
-        return first_of(run, _weights_exchanged)
+        return first_of(run, _weights_exchanged, _parts_part)
     if run.averages_weights:  # the ranks may make different numbers of steps
         return []
     return first_of(run, _steps_differ) or first_of_each(run, _divergence, _summed, _buffers)
@@ -97,6 +104,27 @@ def _differ_when_sharded(run: RecordedRun) -> Iterator[Finding]:
         yield finding_at("weights_differ_at_start", line or seed or run.line("fsdp"), evidence, seed)
 
 
+def _idle_shards(run: RecordedRun) -> Iterator[Finding]:
+    """optimizer_differs with shards: a rank's optimizer leaves shards unchanged that have a gradient, but other ranks'
+    optimizers change theirs."""
+    steps = run.at_common_steps("step", "shards")
+    idle: dict[tuple[int, str], int] = {}
+    for events in steps:
+        names = {name for e in events for name, moved in e["shards"].items() if moved}
+        for rank, e in zip(run.peers, events):
+            for name in (name for name in names if e["shards"].get(name) is False):
+                idle[rank, name] = idle.get((rank, name), 0) + 1
+    left = [key for key, count in idle.items() if count == len(steps) >= 2]
+    if left:
+        rank = left[0][0]
+        evidence = (
+            f"at all {len(steps)} compared steps rank {rank}'s shards of {listed([n for r, n in left if r == rank])} "
+            "had a gradient and did not change, but other ranks' shards did"
+        )
+        before = next(run.events(0, "before"))
+        yield finding_at("optimizer_differs", before["at"], evidence, run.line("optimizer"), _EVERY_SHARD)
+
+
 def _state_load_line(run: RecordedRun) -> tuple[Any, str]:
     """(the line where only some ranks load a state before the first step, evidence with the number of these ranks)."""
     begun = [takewhile(lambda e: e["k"] == "loaded", events) for events in run.per_peer("loaded", "before")]
@@ -126,6 +154,34 @@ def _weights_exchanged(run: RecordedRun) -> Iterator[Finding]:
             "afterwards was trained on one rank's examples"
         )
         yield finding_at("not_reduced", first["at"], evidence)
+
+
+def _parts_part(run: RecordedRun) -> Iterator[Finding]:
+    """not_reduced: the ranks compute parts of one model, and train weights that all of them hold. The gradients of these
+    weights differ, and nothing sums them, so the weights part.
+
+    Weights in a module with shards may start equal by chance, such as the zeros of a bias. They do not count.
+    """
+    sent = next((e for e in run.events(0, "coll") if "in_forward" in e), None)
+    steps = run.at_common_steps("before", "grads")
+    other = run.has("p2p") or run.has("coll", of="grad") or run.exchanges_weights or run.averages_weights
+    if sent is None or not computes_parts(run) or other or len(steps) < 2 or steps[0][0]["step"] != 0:
+        return
+    weights = [e["weights"] for e in steps[0]]
+    sizes = {name for name, first in weights[0].items() for w in weights[1:] if name not in w or w[name][0] != first[0]}
+    shards = {name.rpartition(".")[0] for name in (*sizes, *(name for name, _ in _differing(weights)))}
+    held = {name for name in weights[0] if name.rpartition(".")[0] not in shards}
+    apart = [[d for d in _differing([e["grads"] for e in events]) if d[0] in held] for events in steps]
+    parted = [d for d in _differing([e["weights"] for e in steps[-1]]) if d[0] in held]
+    if all(apart) and parted:
+        evidence = (
+            f"the ranks compute parts of one model, and exchange tensors in its forward; "
+            f"{_describe(apart[0], {name: [] for name in held}, 'gradients')}, of weights that all ranks hold, and no "
+            "gradient is reduced"
+        )
+        alone = next((e["at"] for e in run.events(0, "ddp") if len(e["ranks"]) == 1), None)
+        silent = script_lines.silent_function(run)
+        yield finding_at("not_reduced", alone or silent or sent["at"], evidence, sent["at"], _BETWEEN_PARTS)
 
 
 def _communicates_before_steps(run: RecordedRun, rank: int) -> bool:
@@ -343,7 +399,7 @@ def _unknown_to_ddp(run: RecordedRun, before: Event, names: set[str], words: str
     line = (script_lines.unfreeze(run) if "frozen" in how else None) or at or before["at"]
     wrap = run.line("ddp")
     call = script_lines.frame_in_scope(stack[0], wrap) if stack and stack[0] and wrap else None
-    return finding_at("unknown_to_ddp", call or line, f"{words}: they were {how}", line if call else None)
+    return finding_at("unknown_to_ddp", call or line, f"{words}: they were {how}", line if call else wrap)
 
 
 def _optimizer_differs(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
@@ -378,12 +434,17 @@ def _buffers(run: RecordedRun) -> Iterator[Finding]:
         differing = [_differing([e.get(kind) or {} for e in events]) for events in steps]
         if sum(map(bool, differing)) < 2 or not differing[-1]:
             continue
+        saves = [e for e in run.all_events("save") if e.get("own_buffers") or e.get("other_buffers")]
+        if saves and not any(e["own_buffers"] for e in saves):  # the script combines the ranks' buffers first
+            continue
         last, parts = steps[-1][0], differing[-1]
         line = script_lines.buffer_write(run, parts[0][0].rpartition(".")[2])
         if line is not None or kind == "buffers":
             kept = next((e["at"] for e in run.events(0, "ddp") if not e.get("broadcasts", True)), None)
             evidence = f"after step {last['step']} {_describe(parts, last[kind], 'buffers')}; {words}"
-            yield finding_at("buffers_differ", line or kept or run.line("step", opt=last["opt"]), evidence)
+            evidence += "; a checkpoint holds those of one rank" if saves else ""
+            at, call = line or kept or run.line("step", opt=last["opt"]), script_lines.call_of_scope(run, line)
+            yield finding_at("buffers_differ", at, evidence, call)
 
 
 def _summed(run: RecordedRun) -> Iterator[Finding]:

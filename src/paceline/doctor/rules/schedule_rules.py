@@ -1,4 +1,4 @@
-"""Rules about learning rates and schedulers, accumulation and clipping."""
+"""Rules about learning rates, schedulers and accumulation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from paceline.doctor.rules import script_lines
 from paceline.doctor.rules.recorded_run import (
     Event,
     RecordedRun,
-    file_line,
     finding_at,
     first_of,
     first_of_each,
@@ -56,19 +55,15 @@ _NO_SHARE = re.compile(f"{_OF_A_SET.pattern}|{_BATCH_SIZE.pattern}", re.IGNORECA
 _WORLD_ALONE = re.compile(r"^\W*(int\()?[\w.]*(environ[\w.]*\W+)?world_size\W*$")  # nothing but the number of processes
 _PARTS = re.compile(r"accum|micro", re.IGNORECASE)
 _LOAD_ON_EVERY_RANK = "Load the same state of the optimizer and of the scheduler on every rank."
-UNLIKE = 1e-3  # relative difference above which the ranks' factors for their gradients are different
 MIN_REPEATS = 3  # minimum number of repetitions: fewer may be an accident
 
 
 def findings(run: RecordedRun) -> list[Finding]:
-    """Check for lr_differs, schedule_length or scheduler_steps, accumulation, left_over, clip_before_unscale,
-    clip_before_reduce and clip_of_shards."""
+    """Check for lr_differs, schedule_length or scheduler_steps, accumulation and left_over."""
     return [
-        *first_of(run, _lr_differs),
+        *first_of(run, _lr_differs, _metrics_differ),
         *first_of(run, _schedule_length, _scheduler_steps),
-        *first_of_each(run, _accumulation, _left_over, _clipped_scaled),
-        *first_of(run, _clipped_before, _clipped_under_no_sync),
-        *first_of(run, _clip_of_shards),
+        *first_of_each(run, _accumulation, _left_over),
     ]
 
 
@@ -96,6 +91,20 @@ def _lr_differs(run: RecordedRun) -> Iterator[Finding]:
         if sched and sched["type"] == "ReduceLROnPlateau":
             beside = script_lines.unsynced_log(run) or beside
         yield finding_at("lr_differs", line, evidence, beside)
+
+
+def _metrics_differ(run: RecordedRun) -> Iterator[Finding]:
+    """lr_differs: ReduceLROnPlateau gets another metric on each rank, so the ranks will lower their rates apart."""
+    together = run.together("sched") if run.reduces_gradients and len(run.peers) > 1 else []
+    given = [now for now in together if all(e.get("metric") is not None for e in now)]
+    unlike = [now for now in given if any(not math.isclose(now[0]["metric"], e["metric"], rel_tol=1e-6) for e in now)]
+    if len(unlike) >= 2:
+        shown = " and ".join(f"{e['metric']:.6g}" for e in unlike[0][:2])
+        evidence = (
+            f"ReduceLROnPlateau got different metrics on the ranks in {len(unlike)} of {len(given)} steps (at first "
+            f"{shown}), so they will lower their learning rates at different times"
+        )
+        yield finding_at("lr_differs", unlike[0][0]["at"], evidence, script_lines.unsynced_log(run))
 
 
 def _schedulers(run: RecordedRun) -> dict[int, list[Event]]:
@@ -377,67 +386,3 @@ def _left_over(run: RecordedRun) -> Iterator[Finding]:
             f"{held.count(held[0])} are left over from the epoch before"
         )
         yield finding_at("left_over", script_lines.condition_of(step["at"]) or step["at"], evidence, step["at"])
-
-
-def _clipped_scaled(run: RecordedRun) -> Iterator[Finding]:
-    """clip_before_unscale: the gradients still contain the loss scale."""
-    scaled = [e for e in run.events(0, "clip") if e["scale"] not in (None, 1.0)]
-    for e in scaled:
-        norm = f" of norm {e['norm']:.4g}" if e["norm"] is not None else ""
-        evidence = (
-            f"gradients{norm}, still multiplied by the loss scale {e['scale']:g}, were clipped to {e['bound']}, "
-            f"{len(scaled)} times"
-        )
-        yield finding_at("clip_before_unscale", e["at"], evidence)
-
-
-def _clipped_before(run: RecordedRun) -> Iterator[Finding]:
-    """clip_before_reduce: a collective reduces gradients that were clipped."""
-    clips = [e for e in run.events(0, "clip") if e["changed"]]
-    reduced = [e for e in run.events(0, "coll", of="grad") if e.get("clipped")]
-    if clips and len(reduced) >= 2 and run.world_size > 1:
-        evidence = (
-            f"gradients were clipped {len(clips)} times, then reduced over the ranks at {file_line(reduced[0]['at'])}"
-        )
-        yield finding_at("clip_before_reduce", clips[0]["at"], evidence)
-
-
-def _clipped_under_no_sync(run: RecordedRun) -> Iterator[Finding]:
-    """clip_before_reduce with DDP: gradients are clipped after a backward under no_sync, before DDP reduces them."""
-    early = _clipped_early(run) if run.world_size > 1 and not first_of(run, _clipped_scaled) else []
-    if len(early) >= MIN_REPEATS:
-        evidence = (
-            f"gradients were clipped {len(early)} times after a backward under no_sync, before the backward that "
-            "reduces the accumulated gradients"
-        )
-        yield finding_at("clip_before_reduce", early[0]["at"], evidence)
-
-
-def _clip_of_shards(run: RecordedRun) -> Iterator[Finding]:
-    """clip_of_shards: each rank multiplies its gradient shards by a different factor."""
-    steps = run.at_common_steps("before", "shrunk")
-    unequal = [es for es in steps if any(abs(e["shrunk"] / es[0]["shrunk"] - 1) > UNLIKE for e in es)]
-    if len(unequal) >= MIN_REPEATS:
-        first = unequal[0]
-        shown = " and ".join(f"{e['shrunk']:.4g}" for e in first[:2])
-        evidence = (
-            f"before {len(unequal)} of {len(steps)} steps the ranks multiplied their gradient shards by different "
-            f"factors (at step {first[0]['step'] + 1}: {shown})"
-        )
-        line = script_lines.gradient_write(run, first[0]["at"])
-        yield finding_at("clip_of_shards", first[0]["at"], evidence, line)
-
-
-def _clipped_early(run: RecordedRun) -> list[Event]:
-    """The "clip" events after a backward under no_sync, if a later backward of the same step reduces."""
-    found: list[Event] = []
-    waiting: list[Event] = []
-    local = False
-    for e in run.events(0, "backward", "clip", "before"):
-        if e["k"] == "backward":
-            local, found = bool(e["local"]) and not e["synced"], found + (waiting if e["synced"] else [])
-        if e["k"] == "before" or e.get("synced"):
-            waiting = []
-        local = local and e["k"] != "before"
-        waiting += [e] if local and e["k"] == "clip" and e["changed"] else []
-    return found

@@ -43,7 +43,8 @@ _DRAWS = {f"torch.{name}" for name in _OF_TORCH} | {f"{own}.{name}" for own in (
                                                    for name in _OF_OTHERS}  # fmt: skip
 _LOSS_OF = ("compute_loss", "training_step")  # methods that libraries call to get the loss
 _BACKWARDS = ("backward", "manual_backward")
-_RANKS = re.compile(r"rank|main|master|is_")
+_EXCHANGES = re.compile(r"\bdist\b|distributed|reduce|gather|scatter|all_to_all|broadcast")
+_RANKS = re.compile(r"rank|main|master|is_|process_index")
 
 
 Line = list[Any] | None
@@ -81,6 +82,18 @@ def cycle_call(run: RecordedRun) -> Line:
 def unfreeze(run: RecordedRun) -> Line:
     """The first assignment of True to `requires_grad`."""
     return _first(run, lambda n: _sets(n, "requires_grad", True))
+
+
+def silent_function(run: RecordedRun) -> Line:
+    """The backward of the first autograd function that exchanges nothing, in its forward and in its backward."""
+    for file in _files(run):
+        for n in nodes_of(file):
+            if isinstance(n, ast.ClassDef) and any(ast.unparse(base).endswith("Function") for base in n.bases):
+                methods = {m.name: m for m in n.body if isinstance(m, ast.FunctionDef)}
+                given = [methods[name] for name in ("forward", "backward") if name in methods]
+                if len(given) == 2 and not any(_EXCHANGES.search(ast.unparse(m)) for m in given):
+                    return [file, given[1].body[-1].lineno]
+    return None
 
 
 def rank_seed(run: RecordedRun) -> Line:
@@ -124,6 +137,15 @@ def buffer_write(run: RecordedRun, name: str) -> Line:
                 if name in attributes_in(t) and not any(holds(b, t.lineno) for b in constructors):
                     return [file, t.lineno]
     return None
+
+
+def call_of_scope(run: RecordedRun, at: Line) -> Line:
+    """The first call of the function around a line, in the files of the run."""
+    if at is None:
+        return None
+    scope = scope_at(*at)
+    calls = ([file, n.lineno] for file in _files(run) for n in calls_of(file, getattr(scope, "name", "")))
+    return next(calls, None)
 
 
 def shared_seed(run: RecordedRun) -> Line:
@@ -342,7 +364,7 @@ def _is_item(node: Any, key: str) -> bool:
     return isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value == key
 
 
-def _nearest(run: RecordedRun, near: Any, writes: Callable[[Any], bool], by_rank_only: bool = False) -> Line:
+def _nearest(run: RecordedRun, near: Any, writes: Callable[[str, Any], bool], by_rank_only: bool = False) -> Line:
     """The preferred line that `writes` accepts: see `weight_write`."""
     found = []
     for file in _files(run):
@@ -351,7 +373,7 @@ def _nearest(run: RecordedRun, near: Any, writes: Callable[[Any], bool], by_rank
         loops = [n for n in nodes_of(file) if isinstance(n, (ast.For, ast.While)) and here and holds(n, near[1])]
         scopes = list(functions(file))
         acts = (n for n in nodes_of(file) if isinstance(n, (ast.Call, ast.Assign, ast.AugAssign)))
-        for node in filter(writes, acts):
+        for node in (node for node in acts if writes(file, node)):
             ranked = any(holds(n, node.lineno) for n in by_rank) or bool(_RANKS.search(ast.unparse(node)))
             looped = any(holds(n, node.lineno) for n in loops)
             inside = any(holds(n, node.lineno) for n in scopes)
@@ -361,7 +383,7 @@ def _nearest(run: RecordedRun, near: Any, writes: Callable[[Any], bool], by_rank
     return min(found, key=lambda f: f[:3])[3] if found else None
 
 
-def _writes_weight(node: Any) -> bool:
+def _writes_weight(file: str, node: Any) -> bool:
     if isinstance(node, ast.Call):
         text = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
         given = ast.unparse(node.args[0]) if node.args else ""
@@ -370,14 +392,26 @@ def _writes_weight(node: Any) -> bool:
         if not _WRITES.search(called(node)):
             return called(node) == "vector_to_parameters"
         what = given if text.endswith("init") else text
-        return bool(_WEIGHTS.search(what)) and not _NOT_WEIGHTS.search(what)
+        known = _WEIGHTS.search(what) or "parameters()" in _loop_over(file, what, node.lineno)
+        return bool(known) and not _NOT_WEIGHTS.search(f"{what} {_loop_over(file, what, node.lineno)}")
     texts = [ast.unparse(t.value if isinstance(t, ast.Subscript) else t) for t in targets(node)]
     return any(t.endswith(".data") and not _NOT_WEIGHTS.search(t) for t in texts) or (
         isinstance(node, ast.AugAssign) and any(_WEIGHTS.search(t) and not _NOT_WEIGHTS.search(t) for t in texts)
     )
 
 
-def _writes_gradient(node: Any) -> bool:
+def _loop_over(file: str, name: str, line: int) -> str:
+    """What the innermost `for` loop around a line binds a name to, as text: an argument of `zip`, or the iterable."""
+    loops = [n for n in nodes_of(file) if isinstance(n, ast.For) and holds(n, line) and name in names_in(n.target)]
+    loop = max(loops, key=lambda n: n.lineno, default=None)
+    if loop is None:
+        return ""
+    zipped = isinstance(loop.iter, ast.Call) and called(loop.iter) == "zip" and isinstance(loop.target, ast.Tuple)
+    pairs = zip(loop.target.elts, loop.iter.args) if zipped else ()  # type: ignore[attr-defined]
+    return next((ast.unparse(arg) for target, arg in pairs if name in names_in(target)), ast.unparse(loop.iter))
+
+
+def _writes_gradient(_: str, node: Any) -> bool:
     if isinstance(node, ast.Call):
         text = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
         return bool(_WRITES.search(called(node))) and "grad" in text
