@@ -95,10 +95,20 @@ def accumulates(file: str, line: int) -> bool:
 
 def divisions(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.expr, ast.expr, int]]:
     """(dividend, divisor, line) of each division by `/` and `/=` among these nodes."""
+    yield from _operations(nodes, ast.Div)
+
+
+def products(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.expr, ast.expr, int]]:
+    """(factor, factor, line) of each product by `*` and `*=` among these nodes."""
+    yield from _operations(nodes, ast.Mult)
+
+
+def _operations(nodes: Iterable[ast.AST], kind: type[ast.operator]) -> Iterator[tuple[ast.expr, ast.expr, int]]:
+    """(left, right, line) of each operation of this kind."""
     for n in nodes:
-        if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Div):
+        if isinstance(n, ast.AugAssign) and isinstance(n.op, kind):
             yield n.target, n.value, n.lineno
-        elif isinstance(n, ast.BinOp) and isinstance(n.op, ast.Div):
+        elif isinstance(n, ast.BinOp) and isinstance(n.op, kind):
             yield n.left, n.right, n.lineno
 
 

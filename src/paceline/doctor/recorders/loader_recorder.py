@@ -160,7 +160,7 @@ class _LoaderRecorder:
         self.patch_sharded_stream(module)
 
     def patch_sharded_stream(self, module: Any) -> None:
-        """Watch the streams that a library shards: each rank reads the whole stream and drops the other ranks' items."""
+        """Watch streams that a library shards: each rank reads the whole stream, and drops the other ranks' items."""
         if hasattr(module, "IterableDatasetShard"):
             self._log.patches.before(module.IterableDatasetShard, "__iter__", self.before_sharded_iter)
 

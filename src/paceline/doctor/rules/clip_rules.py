@@ -117,8 +117,8 @@ def _clipped_alone(run: RecordedRun) -> Iterator[Finding]:
     if clipped >= _MIN_STEPS and len(bounds) >= MIN_REPEATS and not _unlike(bounds):
         reduction = next(run.events(0, "coll", of="grad"))
         evidence = (
-            f"at {clipped} compared steps each rank's gradient was multiplied by its own factor before the sum, and its "
-            f"norm was {bounds[0]:.4g} then"
+            f"at {clipped} compared steps each rank's gradient was multiplied by its own factor before the sum, which "
+            f"made its norm {bounds[0]:.4g}"
         )
         line, callers = script_lines.gradient_write(run, reduction["at"]), reduction.get("by") or []
         beside = callers[1] if len(callers) > 1 else reduction["at"]

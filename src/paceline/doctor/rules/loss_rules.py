@@ -16,7 +16,7 @@ from paceline.doctor.rules.rate_rules import multiplies_rate
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of
 from paceline.doctor.rules.schedule_rules import accumulated
 from paceline.doctor.rules.script_lines import Line
-from paceline.observe.expressions import divisions, world_pattern
+from paceline.observe.expressions import divisions, products, world_pattern
 from paceline.observe.source import (
     Scope,
     called,
@@ -64,8 +64,8 @@ def _gathered_constants(run: RecordedRun) -> Iterator[Finding]:
     cut = [e for e in passes if e.get("cut_at")]
     if run.world_size > 1 and len(cut) >= MIN_STEPS and len(cut) >= MOSTLY * len(passes):
         evidence = (
-            f"in {len(cut)} of {len(passes)} backward passes the loss multiplies by a tensor that was gathered from the "
-            "ranks. The rank's own tensor had a gradient, and the gathered one has none"
+            f"in {len(cut)} of {len(passes)} backward passes the loss multiplies by a tensor that was gathered from "
+            "the ranks. The rank's own tensor had a gradient, and the gathered one has none"
         )
         yield finding_at("gathered_without_gradient", cut[0]["cut_at"], evidence, cut[0]["at"])
 
@@ -79,8 +79,8 @@ def _too_large(run: RecordedRun) -> Iterator[Finding]:
     line = _product_of_loss(run.files("backward", "forward", "ddp", "optimizer"))
     if len(large) >= MIN_STEPS and len(large) >= MOSTLY * len(passes) and line is not None:
         evidence = (
-            f"in {len(large)} of {len(passes)} backward passes the loss was each rank's mean, multiplied by {size}, the "
-            "number of processes; the average of the ranks' gradients keeps this factor"
+            f"in {len(large)} of {len(passes)} backward passes the loss was each rank's mean, multiplied by {size}, "
+            "the number of processes; the average of the ranks' gradients keeps this factor"
         )
         yield finding_at("factor", line, evidence, at)
 
@@ -99,15 +99,10 @@ def _product_of_loss(files: list[str]) -> Line:
     """The first line that multiplies a loss by the number of processes."""
     for file in files:
         world = world_pattern(file)
-        for n in nodes_of(file):
-            sides: list[ast.expr] = []
-            if isinstance(n, ast.AugAssign) and isinstance(n.op, ast.Mult):
-                sides = [n.target, n.value]
-            elif isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mult):
-                sides = [n.left, n.right]
-            texts = [ast.unparse(side) for side in sides]
-            if sides and any(_LOSS.search(a) and world.search(b) for a, b in (texts, texts[::-1])):
-                return [file, n.lineno]
+        for left, right, line in products(nodes_of(file)):
+            texts = ast.unparse(left), ast.unparse(right)
+            if any(_LOSS.search(a) and world.search(b) for a, b in (texts, texts[::-1])):
+                return [file, line]
     return None
 
 

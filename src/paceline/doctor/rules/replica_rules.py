@@ -157,8 +157,8 @@ def _weights_exchanged(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _parts_part(run: RecordedRun) -> Iterator[Finding]:
-    """not_reduced: the ranks compute parts of one model, and train weights that all of them hold. The gradients of these
-    weights differ, and nothing sums them, so the weights part.
+    """not_reduced: the ranks compute parts of one model, and train weights that all of them hold. The gradients of
+    these weights differ, and nothing sums them, so the weights part.
 
     Weights in a module with shards may start equal by chance, such as the zeros of a bias. They do not count.
     """
