@@ -42,6 +42,8 @@ _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linalg_svd", "linalg_qr", "linalg
              "linalg_inv_ex", "linalg_matrix_exp", *DECOMPOSITIONS)  # fmt: skip
 _NORMS = ("linalg_vector_norm", "norm", "linalg_matrix_norm", NORMS_OF_MANY)
 _NEEDED = {"product": 1, "norm": 2}  # record up to this many operations of a kind per shape
+# The methods of FSDPModule that change how gradients are combined.
+_DIVIDES = ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor", "set_force_sum_reduction_for_comms")
 _KNOWS_DTENSORS = "torch.optim"
 
 Shapes = dict[tuple[int, ...], tuple[str, tuple[int, ...]]]  # a shard's shape -> the weight's name, its whole shape
@@ -213,6 +215,9 @@ def install(log: EventLog) -> None:
             if getattr(sys.modules.get(name), "fully_shard", None) is original:
                 patches.replace(sys.modules[name], "fully_shard", module.fully_shard)
         patches.before(module.FSDPModule, "set_requires_gradient_sync", models.before_gradient_sync)
+        for name in _DIVIDES:
+            if hasattr(module.FSDPModule, name):
+                patches.before(module.FSDPModule, name, models.before_own_reduction)
 
     def state(module: ModuleType) -> None:
         if hasattr(module.FSDPState, FSDP_BEFORE_FORWARD):

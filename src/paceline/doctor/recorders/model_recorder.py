@@ -180,6 +180,16 @@ class ModelRecorder:
         if self.sync_off:
             self.before_no_sync()
 
+    def before_own_reduction(self, *_: Any, **__: Any) -> None:
+        """Record that the script decides how DDP or FSDP combines gradients."""
+        if self.log.few("own_reduction", 1):
+            self.log.record("own_reduction")
+
+    def before_comm_hook(self, module: Any, /, state: Any = None, hook: Any = None, **_: Any) -> None:
+        """Record the script's own communication hook of DDP. Torch's hooks average, as DDP does."""
+        if not str(getattr(hook, "__module__", "")).startswith("torch."):
+            self.before_own_reduction()
+
     def before_no_sync(self, *_: Any, **__: Any) -> None:
         """Record each line that calls no_sync, once."""
         at = self.log.stack.caller()
@@ -363,6 +373,7 @@ def install(log: EventLog) -> None:
     log.shared.models = models
     patches.after(DistributedDataParallel, "__init__", models.after_init)
     patches.around(DistributedDataParallel, "forward", models.around_forward)
+    patches.before(DistributedDataParallel, "register_comm_hook", models.before_comm_hook)
     if hasattr(DistributedDataParallel, DDP_AFTER_FORWARD):
         patches.around(DistributedDataParallel, DDP_AFTER_FORWARD, models.around_post_forward)
     patches.before(DistributedDataParallel, "no_sync", models.before_no_sync)

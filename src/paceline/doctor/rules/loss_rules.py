@@ -16,7 +16,7 @@ from paceline.doctor.rules.rate_rules import multiplies_rate
 from paceline.doctor.rules.recorded_run import Event, RecordedRun, finding_at, first_of
 from paceline.doctor.rules.schedule_rules import accumulated
 from paceline.doctor.rules.script_lines import Line
-from paceline.observe.expressions import divisions, products, world_pattern
+from paceline.observe.expressions import RATE, divisions, products, world_pattern
 from paceline.observe.source import (
     Scope,
     called,
@@ -32,7 +32,8 @@ from paceline.observe.source import (
 
 _COUNTS = ("one_hot", "bincount", "histc", "argmax", "topk", "scatter_add", "scatter_add_", "max")
 _PRODUCTS = ("dot", "einsum", "vdot", "inner")
-_LOSS = re.compile(r"loss|objective|\bce\b|\bnll\b", re.IGNORECASE)
+_LOSS = re.compile(r"loss|objective|backward|\bbce\b|\bnll\b", re.IGNORECASE)
+_SIMPLE = (ast.Assign, ast.AugAssign, ast.Return, ast.Expr)  # statements without others inside
 _MAX_DEPTH = 6  # follow this many assignments
 _ROUTING = ("output_router_logits", "router_aux_loss_coef")  # settings that make transformers add the loss itself
 
@@ -74,8 +75,8 @@ def _too_large(run: RecordedRun) -> Iterator[Finding]:
     """factor: the whole loss is a mean of each rank, times the number of processes. DDP averages the gradients, so they
     are too large by this factor. Another factor may have the same value, so the source must show the product."""
     passes = averaged_passes(run)
-    size, at = len(run.peers), passes[0][0]["at"]
-    large = [now for now in passes if all(_is_times(e, size) for e in now)]
+    size, at, micro = len(run.peers), passes[0][0]["at"], accumulated(run)
+    large = [now for now in passes if all(_is_times(e, size, micro) for e in now)]
     line = _product_of_loss(run.files("backward", "forward", "ddp", "optimizer"))
     if len(large) >= MIN_STEPS and len(large) >= MOSTLY * len(passes) and line is not None:
         evidence = (
@@ -85,23 +86,30 @@ def _too_large(run: RecordedRun) -> Iterator[Finding]:
         yield finding_at("factor", line, evidence, at)
 
 
-def _is_times(backward: Event, size: int) -> bool:
-    """Is every term of the loss a mean over this rank's rows, multiplied by `size`?"""
+def _is_times(backward: Event, size: int, micro: int) -> bool:
+    """Is every term of the loss a mean over this rank's rows, multiplied by `size`? micro: the number of micro-batches,
+    which may divide the loss."""
     terms = backward.get("terms") or []
     if terms:
         common = [t["outer"] if len(terms) > 1 else t["inner"] for t in terms]
-        means = all(t["kind"] in ("mean", "weighed") and not _has(t["divided"], size) for t in terms)
-        return means and all(_has(factors, size) for factors in common)
-    return bool(backward.get("means")) and all(_has([factor], size) for _, factor in backward["means"])
+        means = all(t["kind"] in ("mean", "weighed") for t in terms)
+        left = 0 if micro == size else 1
+        return means and all(_times(factors, size) - _times(factors, 1 / size) == left for factors in common)
+    return bool(backward.get("means")) and all(_has([factor * micro], size) for _, factor in backward["means"])
+
+
+def _times(factors: list[float], number: float) -> int:
+    return sum(math.isclose(f, number, rel_tol=1e-6) for f in factors)
 
 
 def _product_of_loss(files: list[str]) -> Line:
-    """The first line that multiplies a loss by the number of processes."""
+    """The first line that multiplies by the number of processes in a statement about a loss."""
     for file in files:
         world = world_pattern(file)
-        for left, right, line in products(nodes_of(file)):
+        about = (n for n in nodes_of(file) if isinstance(n, _SIMPLE) and _LOSS.search(ast.unparse(n)))
+        for left, right, line in products(part for n in about for part in ast.walk(n)):
             texts = ast.unparse(left), ast.unparse(right)
-            if any(_LOSS.search(a) and world.search(b) for a, b in (texts, texts[::-1])):
+            if any(world.search(by) and not RATE.search(what) for what, by in (texts, texts[::-1])):
                 return [file, line]
     return None
 

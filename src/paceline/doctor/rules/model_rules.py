@@ -53,9 +53,10 @@ def _modes(run: RecordedRun) -> Iterator[Finding]:
 
 
 def averaged_passes(run: RecordedRun) -> list[tuple[Event, ...]]:
-    """For each backward pass the peers' "backward" events, if DDP or FSDP averages the gradients. [] if a hook or the
-    script rescales the gradients, or if ranks end early (Join)."""
-    passes = run.together("backward") if any(run.events(0, "ddp", "fsdp")) and not run.has("join") else []
+    """For each backward pass the peers' "backward" events, if DDP or FSDP averages the gradients. [] if the script
+    combines or rescales the gradients, or if ranks end early (Join)."""
+    averaged = any(run.events(0, "ddp", "fsdp")) and not run.has("join", "own_reduction")
+    passes = run.together("backward") if averaged else []
     hooked = any(now[0]["mean"] != now[0].get("form", now[0]["mean"]) for now in passes)
     return [] if hooked or any(e["rescaled"] for e in run.events(0, "before")) else passes
 

@@ -23,12 +23,13 @@ that recording took) and `at` ([file, line] of the script, or []). The other fie
     norm          name, kind, ddp; size: number of examples; trained: is its weight trained?
     search        ddp; seconds: time that DDP searched for unused parameters
     past          A forward bypassed this DDP module. ddp
+    own_reduction The script decides how DDP or FSDP combines gradients
     no_sync, loaded, initialized, join      a call of no_sync, load_state_dict of a model, torch.nn.init, Join
     backward      synced, local: DDP modules that reduce in it, or that are under no_sync; form: loss_kind;
                   mean: the same, but "other" if a hook may divide the gradients; count: loss_divisor;
                   terms: loss_terms; means: mean_sizes; draws, masked: DrawRecorder.take; unsent: is FSDP's reduction
-                  turned off? reached: DDP module -> number of parameters reached; library: does a library call
-                  backward?
+                  turned off? cut_at: line of a gather whose result is in the loss without a gradient;
+                  reached: DDP module -> number of parameters reached; library: does a library call backward?
     seed          generator: "torch's", "Python's" or "NumPy's"; value: its seed
     dropped       Gradients were dropped before a step used them. opt; passes: numbers, from 1, of their backward passes
     optimizer     opt: its number; lr: of each group
@@ -38,9 +39,10 @@ that recording took) and `at` ([file, line] of the script, or []). The other fie
                   unwaited: [number of handles without a wait, line]; shrunk: factor that the gradient shards were
                   multiplied by; uses: numbers of the backward passes that the gradients come from.
                   At some steps also samples by name (weights; own: gradients after the backward; grads: gradients now),
-                  settings, outside (name -> [line, how, call stack]) and made_at
+                  own_norm: L2 norm of the gradients after the backward, settings, outside (name -> [line, how, call
+                  stack]) and made_at
     step          A step has ended. opt; step; rescaled; machine: threads, cores, queued, devices. At some steps also
-                  samples: weights, state
+                  samples: weights, state; and shards: name -> did the step change this rank's shard?
     of_shard      An operation on a shard inside a step. opt; kind: "product" or "norm"; op; weight: name; shape: of the
                   shard; whole: shape of the weight
     shards        A step on shards has ended. opt; optimizer: its class; exchanged: did the step communicate?
@@ -49,8 +51,8 @@ that recording took) and `at` ([file, line] of the script, or []). The other fie
                   overwrites
     restored      load_state_dict of the optimizer or of its scheduler was called. opt
     sched_made    A scheduler was created. sched: its number
-    sched         A scheduler has stepped. sched, opt, lr, library; type; horizon, name: value and name of its length
-                  setting; base: initial lr; count: number of steps
+    sched         A scheduler has stepped. sched, opt, lr, library; metric: of ReduceLROnPlateau; type; horizon, name:
+                  value and name of its length setting; base: initial lr; count: number of steps
     sched_error   Its step raised an error. The fields of sched without opt, lr and library; text: of the error
     clip          scale: loss scale in the gradients; norm; bound; changed: did it make gradients smaller?
     coll          op; n, d, by, root: number of elements, dtype, reduction, root; of: "grad" or "weight"; number: of the
@@ -62,7 +64,9 @@ that recording took) and `at` ([file, line] of the script, or []). The other fie
     spawn         torch.multiprocessing was called. joined: is the process in a group already?
     said          Output. how, text, path, vars
     wrote         A file was opened for writing. path
-    save          A checkpoint was saved. path, bytes, seconds, wrapped
+    save          A checkpoint was saved. path, bytes, seconds, wrapped; own_buffers, other_buffers: number of its
+                  buffers with this rank's values, and with others
+    item          An item of a stream that a library shards. row: digest
     wait          A call waited for the device. kind, seconds
     trouble       text: of an error inside a recorder
     unseen        The recorders missed the import of torch. It is the only event of its rank
