@@ -258,6 +258,55 @@ def test_draws_that_cannot_be_repeated_are_no_verdict(tmp_path: Path) -> None:
     assert re.search(r"a gradient of your run differs by \S+ of its norm", done.stdout), done.stdout
 
 
+ANSWERS = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Sampler
+
+dist.init_process_group("gloo")
+rank, world, scale = dist.get_rank(), dist.get_world_size(), SCALE
+
+
+class Repeated(Sampler):
+    def __iter__(self):
+        return iter([i for i in range(rank, 24, world) for _ in range(4)])
+
+    def __len__(self):
+        return 96 // world
+
+
+torch.manual_seed(0)
+prompts = torch.randn(24, 6)
+model = DistributedDataParallel(nn.Linear(6, 5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for batch in DataLoader(prompts, 8, sampler=Repeated()):
+    scores = model(batch).log_softmax(1)
+    answers = torch.multinomial(scores.exp().detach(), 1)
+    rewards = answers.float().view(-1, 4)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).view(-1, 1)
+    loss = -(scale * advantages * scores.gather(1, answers)).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("scale", "code", "words"),
+    [("1", 0, "The largest difference of a gradient is"), ("0", 2, "every gradient is zero")],
+    ids=["advantages", "zeros"],
+)
+def test_several_answers_to_a_prompt(scale: str, code: int, words: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ANSWERS.replace("SCALE", scale))
+    done, _ = verify(script, tmp_path)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert words in done.stdout
+
+
 LOCAL_SGD = """
 import contextlib
 import torch

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.verify.plain_worker.step_draws import StepDraws
+from paceline.verify.plain_worker.step_draws import StepDraws, own_keys
 
 
 @pytest.fixture
@@ -56,3 +56,18 @@ def test_a_teachers_draws_aside_belong_to_its_examples(draws: StepDraws) -> None
     begin(draws, range(4, 8), (4,))
     with draws.aside():
         torch.testing.assert_close(torch.randn(4, 3), whole[4:])
+
+
+def test_copies_of_an_example_have_draws_of_their_own(draws: StepDraws) -> None:
+    """A rank generates several answers to a prompt: equal answers would have no advantage over each other."""
+    examples = [5, 5, 6, 5, 6, 6]
+    keys, sizes = own_keys(examples, (3, 3)), (3, 3)
+    draws.begin_batch(0, keys, sizes)
+    whole = torch.randn(6, 3)
+    shares = []
+    for share in (examples[:3], examples[3:]):
+        draws.begin_batch(0, own_keys(share, (3,)), (3,))
+        shares.append(torch.randn(3, 3))
+    torch.testing.assert_close(torch.cat(shares), whole)
+    for rank in shares:
+        assert len({tuple(row.tolist()) for row in rank}) == 3

@@ -401,6 +401,13 @@ class _PlainComparison:
                     worst = max(
                         worst, (norm(mine[name] - theirs[name]) / size, tolerances.gradient(name, theirs) / size, name)
                     )
+        if not worst[2]:
+            return _unknown(
+                f"in all {steps} updates every gradient is zero, or is decided by rounding, in your run and in one "
+                "process. So nothing was compared. Give a larger --steps, or other data.",
+                ours.name,
+                whole.name,
+            )
         if worst[0] > _COMPARABLE:
             return _unknown(
                 f"a gradient of your run differs by {worst[0]:.2g} of its norm ({worst[2]}), and two runs of one "
@@ -413,10 +420,9 @@ class _PlainComparison:
             f"the same. {steps} updates of {self._processes} processes are those of one process that computes the same "
             f"examples."
         )
-        if worst[2]:
-            share, explained, name = worst
-            text += f" The largest difference of a gradient is {share:.2g} of its norm"
-            text += f" ({name}; rounding explains {explained:.2g})."
+        share, explained, name = worst
+        text += f" The largest difference of a gradient is {share:.2g} of its norm"
+        text += f" ({name}; rounding explains {explained:.2g})."
         answer = Answer(SAME, [claim_from(text, ours, whole)], steps=steps)
         if ours.ranks[0]["normalised"] and "separate_batches" not in self._how:
             answer.notes.append(

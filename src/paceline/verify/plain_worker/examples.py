@@ -33,7 +33,7 @@ from paceline.observe.digests import own_copy, tensors_in
 from paceline.observe.patching import Patches
 from paceline.torch_private.observed import persistent_iterator, pin_batch
 from paceline.trials.spec import TrialEnded
-from paceline.verify.plain_worker.step_draws import RowDraws, StepDraws, generators_kept, seed_generators
+from paceline.verify.plain_worker.step_draws import RowDraws, StepDraws, generators_kept, own_keys, seed_generators
 
 _COLLATE = 0xC011A7E  # the seed of the generators in a collate function
 MOST_BYTES = 1 << 30  # recorded examples of a rank
@@ -88,7 +88,7 @@ class RecordingCollate:
 
 def collated(collate: Callable[[Any], Any], examples: Any, keys: Sequence[int], sizes: Sequence[int]) -> Any:
     """Call the collate function. Its random numbers depend on the examples only, not on the process."""
-    rows = RowKeys(len(keys), lambda: np.asarray(keys, np.uint64))
+    rows = RowKeys(len(keys), lambda: own_keys(keys, sizes))
     with generators_kept():
         seed_generators(_COLLATE)
         with RowDraws(rows, sizes, []):
@@ -190,7 +190,7 @@ class Loaders:
         batch = self.yields // (self._replay.repeats if self._replay is not None else 1)
         self.yields += 1
         self.keys.append([number, keys])
-        self._draws.begin_batch(batch, np.asarray(keys, np.uint64), sizes)
+        self._draws.begin_batch(batch, own_keys(keys, sizes), sizes)
 
     def inputs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Record or replace the inputs of a model's forward, if the script has no DataLoader.

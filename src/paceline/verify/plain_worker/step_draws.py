@@ -2,7 +2,8 @@
 
 A script's compute draws random numbers: dropout, the noise of a diffusion model, a mixing coefficient. Each rank draws
 for its own examples, so one process that computes all of them would draw other numbers. Here every row of a draw comes
-from the stream of its example (data/draws.py), as with noise="example". The key of an example is its content.
+from the stream of its example (data/draws.py), as with noise="example". The key of an example is its content. If a
+rank has an example several times in a batch, each has its own stream.
 
 Draws that have no row per example get the same numbers in every process of every run. A permutation of the batch is
 drawn for each rank's examples separately. Other draws cannot be matched, and are counted.
@@ -14,8 +15,10 @@ loader works, and another while a step is computed.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -86,6 +89,23 @@ class StepDraws(Noise):
 
     def warn(self, kind: str, what: str) -> None:
         """Nothing: the script does not use Paceline."""
+
+
+def own_keys(keys: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+    """The keys of the rows' draws: those of the examples. A rank may have an example several times in a batch, as when
+    it generates several answers to a prompt: each of them then has its own draws.
+
+    keys: of the examples. sizes: the number of examples of each rank, in order. Returns (examples,) uint64.
+    """
+    own = np.asarray(keys, np.uint64).copy()
+    ends = list(accumulate(sizes)) if sum(sizes) == len(keys) else [len(keys)]
+    for first, end in zip([0, *ends], ends, strict=False):
+        times: Counter[int] = Counter()
+        for row in range(first, end):
+            if times[keys[row]]:
+                own[row] = mix(keys[row], times[keys[row]])
+            times[keys[row]] += 1
+    return own
 
 
 class RowDraws(ExampleDraws):
