@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -24,9 +25,24 @@ def test_a_sketch_is_linear_and_keeps_norms() -> None:
     assert abs(float(both.norm() / expected) - 1) < 5 * (2 / ROWS) ** 0.5
 
 
+@pytest.mark.parametrize("kind", ["one column", "equal chunks", "few elements", "bfloat16"])
+def test_norms_of_structured_tensors(kind: str) -> None:
+    """A chunk has 2 ** 20 elements."""
+    generator = torch.Generator().manual_seed(0)
+    tensor = torch.zeros(3 << 9, 2048, dtype=torch.float64)
+    if kind == "one column":
+        tensor[:, 7] = torch.randn(len(tensor), generator=generator, dtype=torch.float64)
+    elif kind == "few elements":
+        tensor[::500, 3] = 1.0
+    else:
+        tensor[:] = torch.randn(1 << 9, 2048, generator=generator, dtype=torch.float64).repeat(3, 1)
+    tensor = tensor.bfloat16() if kind == "bfloat16" else tensor
+    assert abs(float(sketch(tensor).norm() / tensor.double().norm()) - 1) < 5 * (2 / ROWS) ** 0.5
+
+
 def test_a_sketch_in_a_backward_is_that_of_anywhere_else() -> None:
     """verify sketches gradients in hooks, while the draws of a step are keyed by its examples."""
-    sketches._signs.cache_clear()
+    sketches._drawn.cache_clear()
     draws = StepDraws()
     draws.begin_batch(0, np.arange(8, dtype=np.uint64), (8,))
     weight = nn.Parameter(torch.ones(64, 100))
@@ -41,7 +57,7 @@ def test_a_sketch_in_a_backward_is_that_of_anywhere_else() -> None:
         (weight * 3).sum().backward()
     finally:
         draws.close()
-    sketches._signs.cache_clear()
+    sketches._drawn.cache_clear()
     torch.testing.assert_close(made[0], sketch(torch.full((64, 100), 3.0)))
 
 

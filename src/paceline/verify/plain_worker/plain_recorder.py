@@ -56,7 +56,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.comm.dtensor import is_sharded
-from paceline.observe.digests import digest, tensors_in
+from paceline.observe.digests import SOME, digest, tensors_in
 from paceline.observe.graph_lines import GraphLines
 from paceline.observe.patching import Patches
 from paceline.observe.script_stack import ScriptStack, module_files
@@ -80,6 +80,7 @@ from paceline.verify.worker.record_files import (
 )
 
 PORTED = "paceline.verify.worker.recorder"  # imported by `paceline.start` in a trial
+_LOCATED_PASSES = 2  # backwards and updates whose nodes of the loss have lines in the script
 _CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 _LOSS_NODES = 16
 _SHARDING = ("FSDPModule", "FullyShardedDataParallel")
@@ -175,7 +176,7 @@ class PlainRecorder:
             self._function.on_call,
             self._function.on_return,
         )
-        self._graph_lines = GraphLines(stack) if spec.is_subject else None
+        self._graph_lines = GraphLines(stack, _LOCATED_PASSES) if spec.is_subject else None
         folder = spec.directory if spec.is_subject else self._reference
         self._loaders = Loaders(folder, self._rank, self.draws, self._patches, self._replay, self._is_active)
         self._install()
@@ -603,7 +604,8 @@ class PlainRecorder:
         self._save(found, f"after-{step}-0", sketches=True)
         if self._spec.is_subject:
             of_optimizer = whole(self._trained.optimizer_state(optimizer))
-            current["state_digests"] = {key: digest(value) for key, value in of_optimizer.items()}
+            # Ranks that hold different state, as owners of parameters, differ in most elements.
+            current["state_digests"] = {key: digest(value, most=SOME) for key, value in of_optimizer.items()}
             state = {**found, **of_optimizer}
             if not step:
                 self._limit_steps(state)
