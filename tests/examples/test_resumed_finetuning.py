@@ -110,7 +110,7 @@ def test_on_as_many_processes_it_ends_with_the_same_bits(runs: Runs, strategy: s
     ("before", "after"),
     [
         pytest.param((2, "ddp"), (1, ""), id="ddp on 2, one process", marks=pytest.mark.campaign),
-        pytest.param((2, "ddp"), (3, FSDP), id="ddp on 2, fsdp on 3"),
+        pytest.param((2, "ddp"), (3, FSDP), id="ddp on 2, fsdp on 3", marks=pytest.mark.full),
         pytest.param((2, FSDP), (1, ""), id="fsdp on 2, one process", marks=pytest.mark.campaign),
     ],
 )

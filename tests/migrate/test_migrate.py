@@ -136,8 +136,8 @@ def weights(path: Path) -> dict[str, Tensor]:
         pytest.param("ddp", marks=pytest.mark.full),
         pytest.param("data_parallel", marks=pytest.mark.full),
         "accelerate",
-        "fabric",
-        "lightning",
+        pytest.param("fabric", marks=pytest.mark.full),
+        pytest.param("lightning", marks=pytest.mark.full),
         "hf_trainer",
     ],
 )

@@ -16,7 +16,8 @@ answer.py             the answer and its claims: sentences, and the runs that sh
 traced_runs.py        further runs with the script's lines traced, to find the line of a fault
 fault_location.py     finds the line of a fault in these traces (pure)
 trace_diff.py         finds the first difference of two traces (pure)
-plain_decision.py     for scripts that do not use Paceline: which runs are made, and the answer
+plain_decision.py     for scripts that do not use Paceline: the answer
+plain_reference.py    its runs of one process, and whether they can be compared
 plain_subject.py      the subject run of such a script by itself
 plain_location.py     finds the line of a difference in its record (pure)
 hypotheses.py         which sum of the ranks' gradients a gradient is (pure)

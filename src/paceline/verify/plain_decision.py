@@ -1,4 +1,4 @@
-"""Which runs `paceline verify` makes for a script that does not use Paceline, and the answer that follows from them.
+"""The answer of `paceline verify` about a script that does not use Paceline, and the runs that it follows from.
 
 A    the script as it is, on n ranks
 C    the script in one process: each batch has the examples of all ranks. Each update starts from the state of A.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 from torch import Tensor
@@ -24,20 +23,18 @@ from torch import Tensor
 from paceline.doctor.rules import DIVERGENCE, METRICS
 from paceline.verify.answer import DIFFERENT, SAME, UNKNOWN, Answer, Claim, answer_with, claim_from, describe
 from paceline.verify.comparison import without_kinks
-from paceline.verify.differences import differences, differences_computed
+from paceline.verify.differences import differences
 from paceline.verify.hypotheses import Explanation, explain, is_multiple, total
 from paceline.verify.plain_location import locate
+from paceline.verify.plain_reference import PlainReference
 from paceline.verify.plain_subject import (
     SubjectRun,
-    batches_ahead,
-    batches_per_update,
     between_updates,
     by_backward,
-    listed,
 )
 from paceline.verify.run_level_answers import disk_notes
 from paceline.verify.run_record import RunRecord
-from paceline.verify.runs import SINGLE, SUBJECT, Runs
+from paceline.verify.runs import Runs
 from paceline.verify.tolerances import Difference, Tolerances, norm
 
 # causes of paceline doctor that one process, or a comparison of updates from the same examples, does not show
@@ -47,8 +44,6 @@ _NOT_COMPARED = {
     *("lr_scaled_alone", "gradients_dropped", "left_over", "accumulation", "clip_before_unscale"),
 }
 
-
-_C2 = {"perturbed": True, "reversed_batches": True}
 _VAGUE = (None, "unknown", "batch-level", "forward-differs")  # paceline doctor may know more about the cause
 _COMPARABLE = 0.1  # the largest difference of a gradient, in parts of its norm, that "the same" allows
 
@@ -74,21 +69,21 @@ class _PlainComparison:
     """The subject run and its runs of one process."""
 
     def __init__(self, runs: Runs, ours: RunRecord) -> None:
-        self._runs, self._ours = runs, ours
-        self._subject = SubjectRun(ours)
-        self._processes = len(ours.ranks)
-        self._how: dict[str, Any] = {
-            "processes": self._processes,
-            "divided_model": self._subject.divide_model,
-            "dispatched": self._subject.are_dispatched,
-        }
-        self._notes: list[Claim] = []
-        self._skipped: int | None = None  # an update that one process makes from other batches
+        self._runs, self._processes = runs, len(ours.ranks)
+        self._reference = PlainReference(runs, ours)
+
+    @property
+    def _ours(self) -> RunRecord:
+        return self._reference.ours
+
+    @property
+    def _subject(self) -> SubjectRun:
+        return self._reference.subject
 
     def answer(self) -> Answer:
         answer = self._answer()
         answer.steps = answer.steps or self._ours.steps
-        answer.notes += [*self._notes, *disk_notes(self._ours)]
+        answer.notes += [*self._reference.notes, *disk_notes(self._ours)]
         return answer
 
     def _answer(self) -> Answer:
@@ -105,7 +100,8 @@ class _PlainComparison:
                 "targets. So it cannot give one process the examples of all ranks. Iterate over a DataLoader, or call "
                 "the model as model(inputs, targets)."
             )
-        whole, why = self._whole()
+        whole, why = self._reference.whole()
+        ours = self._ours  # it may have been made again
         if whole is None:
             return self._by_ranks(why)
         if self._divides_otherwise(whole):
@@ -114,11 +110,11 @@ class _PlainComparison:
                 "divides it by a number other than the number of processes."
             )
         found = self._subject.ranks_differ_at_start() or self._subject.same_examples()
-        if found is None and self._skipped is not None:
-            found = self._updates_differ(whole, self._skipped)
+        if found is None and self._reference.skipped is not None:
+            found = self._updates_differ(whole, self._reference.skipped)
         if found is not None:
             return self._located(found)
-        tolerances = self._tolerances(whole)
+        tolerances = self._reference.tolerances(whole)
         if tolerances is None:
             return _unknown(
                 "one process, run twice on the same batches, differs from itself by more than rounding: an operator is "
@@ -136,7 +132,7 @@ class _PlainComparison:
         every, kinks = without_kinks(every, tolerances)
         if kinks:
             text = f"in {kinks} of the updates some gradients differ by more than rounding does, as at a ReLU's kink"
-            self._notes.append(claim_from(text, ours, whole))
+            self._reference.notes.append(claim_from(text, ours, whole))
         differing = next((found for found in every if found), [])
         if not differing:
             found = self._subject.ranks_differ_later() or scaled_twice or self._subject.overlap()
@@ -220,100 +216,6 @@ class _PlainComparison:
             why += " The ranks' gradients are combined evenly; the scale of the losses is not compared."
         return _unknown(why, "A")
 
-    # --- runs of one process
-
-    def _whole(self) -> tuple[RunRecord | None, str]:
-        """(C or S, ""), or (None, the reason why neither can be compared)."""
-        found, why = self._run_whole("C")
-        ahead = batches_ahead(self._ours)
-        mine = theirs = batches_per_update(self._ours) / (self._processes if self._subject.are_dispatched else 1)
-        if found is not None:
-            theirs = batches_per_update(found, ahead)
-        elif not self._ran_out("C"):
-            return None, f"the script could not run in one process: {why}"
-        if found is None or theirs == mine * self._processes:
-            self._how["separate_batches"] = True
-            found, why = self._run_whole("S")
-            if found is None:
-                return None, f"the script could not run in one process: {why}"
-            theirs = batches_per_update(found, ahead) / self._processes
-        self._skipped = self._first_skip(found)
-        if mine != theirs and self._skipped is not None:
-            return found, ""
-        if mine != theirs:
-            return None, (
-                f"an update of your run takes {mine:g} batches of each rank, and one process takes {theirs:g} batches "
-                "for an update. Set the number of accumulated batches to a fixed number, or divide it by the number of "
-                "processes."
-            )
-        problem, shapes = found.ranks[0]["problem"], found.ranks[0]["other_shapes"]
-        if shapes and not self._ours.in_parts:
-            return self._whole_of_parts(found.name, shapes)
-        if problem:
-            return None, f"{problem}."
-        if self._ours.in_parts and not self._joins_parts(found):
-            return None, (
-                f"each rank holds a part of {listed(self._ours.in_parts)}. The parts, joined, are not the parameters "
-                "that one process builds, and no equal loss shows that they fit. So verify does not know how the parts "
-                "make a model. "
-                "Build the whole parameter with the same seed on all ranks, and take each rank's part of it."
-            )
-        step = self._with_other_examples(found)
-        if step is not None:
-            return None, (
-                f"in update {step + 1} one process computes other examples than your ranks together: the ranks take "
-                "their batches from different loaders at the same time."
-            )
-        if set(found.parameters) != set(self._ours.parameters):
-            other = sorted(set(found.parameters) ^ set(self._ours.parameters))
-            return None, f"one process trains other parameters than your run: {listed(other)}."
-        return found, ""
-
-    def _whole_of_parts(self, name: str, in_parts: list[str]) -> tuple[RunRecord | None, str]:
-        """(C or S, "") for ranks that each hold a part of some parameters. Your run is made again, with all parts."""
-        for run in (SUBJECT, name):
-            self._runs.discard(run)
-        failed = self._runs.run(SUBJECT, in_parts=in_parts)
-        ours = self._runs.load(SUBJECT, self._processes) if failed is None else None
-        if ours is None or not ours.steps:
-            return None, f"your run could not be repeated: {failed or 'it made no step'}"
-        self._ours, self._subject, self._how["in_parts"] = ours, SubjectRun(ours), in_parts
-        self._how.pop("separate_batches", None)
-        return self._whole()
-
-    def _joins_parts(self, whole: RunRecord) -> bool:
-        """Whether the ranks' parts, joined, are what one process builds, or give the same losses."""
-        if whole.ranks[0]["parts_are_own"]:
-            return True
-        steps = range(min(self._ours.steps, whole.steps))
-        return self._subject.share_batches and not any(self._losses_differ(whole, step) for step in steps)
-
-    def _losses_differ(self, whole: RunRecord, step: int) -> tuple[float, float] | None:
-        """The first loss of a step that differs between rank 0 and one process, if all ranks compute whole batches."""
-        pairs = zip(
-            self._ours.step_records(step)[0]["loss_values"], whole.step_records(step)[0]["loss_values"], strict=False
-        )
-        return next(((a, b) for a, b in pairs if not abs(a - b) <= 1e-4 * max(abs(a), abs(b))), None)
-
-    def _ran_out(self, name: str) -> bool:
-        """Whether a run of one process used all recorded batches before its first update."""
-        record = self._runs.load(name, 1)
-        return record is not None and bool(record.ranks[0]["exhausted"])
-
-    def _first_skip(self, whole: RunRecord) -> int | None:
-        """The first update that your run makes from fewer or more batches than one process. None if their numbers
-        differ in a regular way."""
-        mine, theirs = between_updates(self._ours), between_updates(whole)
-        # a script may fetch one batch ahead, so the first update follows more of them
-        regular = len(set(mine[1:])) < 2 and len(set(theirs[1:])) < 2
-        steps = range(min(len(mine), len(theirs)))
-        first = None if regular else next((step for step in steps if mine[step] != theirs[step]), None)
-        ends = accumulate(place[2] for place in self._ours.ranks[0]["passes"])
-        before = sum(mine[:first])
-        if first is None or any(before < end <= before + max(mine[first], theirs[first]) for end in ends):
-            return None  # the last update of a pass may be made from fewer batches
-        return first
-
     def _updates_differ(self, whole: RunRecord, step: int) -> Answer:
         mine, theirs = between_updates(self._ours)[step], between_updates(whole)[step]
         text = (
@@ -322,56 +224,6 @@ class _PlainComparison:
             "Remedy: reduce the value that decides over all ranks, before the decision."
         )
         return Answer(DIFFERENT, [claim_from(text, self._ours, whole)], step, "updates", None, "steps_differ")
-
-    def _with_other_examples(self, whole: RunRecord) -> int | None:
-        """The first step with different examples in A and C, or None."""
-        if "separate_batches" in self._how or self._subject.are_dispatched:
-            return None
-        for step in range(min(self._ours.steps, whole.steps)):
-            mine, theirs = (
-                [
-                    sorted((loader, key) for loader, keys in record["keys"] for key in keys)
-                    for record in run.step_records(step)
-                ]
-                for run in (self._ours, whole)
-            )
-            if sorted(key for keys in mine for key in keys) != theirs[0] and any(keys != theirs[0] for keys in mine):
-                return step
-        return None
-
-    def _run_whole(self, name: str) -> tuple[RunRecord | None, str | None]:
-        """Make C or S, and C2 at the same time."""
-        with self._runs.ahead("C2", SINGLE, **{**self._how, **_C2}):
-            return self._runs.run_single_process(name, SINGLE, **self._how)
-
-    def _run(self, name: str, **how: Any) -> RunRecord | None:
-        return self._runs.run_single_process(name, SINGLE, **{**self._how, **how})[0]
-
-    def _tolerances(self, whole: RunRecord) -> Tolerances | None:
-        """The tolerances; None if one process differs from itself."""
-        record = self._ours.ranks[0]
-
-        def measured(other: RunRecord | None) -> Tolerances:
-            return Tolerances(whole, other, record["precision"], record["tf32"])
-
-        tolerances = measured(self._run("C2", **_C2))
-        if tolerances.rounding_only:
-            return tolerances
-        again, exact = self._run("C4"), measured(None)
-        if again is None or any(list(differences_computed(again, whole, exact, k)) for k in range(whole.steps)):
-            return None
-        in_order = measured(self._run("C3", perturbed=True))
-        if in_order.rounding_only:
-            return in_order
-        tolerances.enlarged = True
-        self._notes.append(
-            claim_from(
-                "this model amplifies rounding: the last bit of its weights moves most gradients by more than half of "
-                "their digits, so smaller faults cannot be detected",
-                whole,
-            )
-        )
-        return tolerances
 
     def _note_rates(self, whole: RunRecord) -> Answer | None:
         """Note learning rates that one process would not use. An answer if they are n * n times too large."""
@@ -394,7 +246,7 @@ class _PlainComparison:
                 ": the script derives it from the number of processes or of batches. The updates were compared with "
                 "the learning rate of your run"
             )
-            self._notes.append(claim_from(text, self._ours, whole))
+            self._reference.notes.append(claim_from(text, self._ours, whole))
             return None
         return None
 
@@ -434,7 +286,7 @@ class _PlainComparison:
         text += f" The largest difference of a gradient is {share:.2g} of its norm"
         text += f" ({name}; rounding explains {explained:.2g})."
         answer = Answer(SAME, [claim_from(text, ours, whole)], steps=steps)
-        if ours.ranks[0]["normalised"] and "separate_batches" not in self._how:
+        if ours.ranks[0]["normalised"] and "separate_batches" not in self._reference.how:
             answer.notes.append(
                 claim_from(
                     "batch norm uses the examples of each rank separately, in your run and in the run of one process. "
@@ -472,7 +324,7 @@ class _PlainComparison:
                 whole.name,
             )
         whole_batches = self._subject.divide_model and self._subject.share_batches and self._subject.equal_inputs
-        losses = self._losses_differ(whole, first.step) if whole_batches else None
+        losses = self._reference.losses_differ(whole, first.step) if whole_batches else None
         if losses is not None and (cause is None or not cause.accused):
             text = (
                 f"\nThe loss differs too: {losses[0]:.6g} in your run, {losses[1]:.6g} in one process. So the ranks' "
@@ -524,7 +376,7 @@ class _PlainComparison:
         if pieces is None:
             pieces = []
             for rank in range(self._processes):
-                part = self._run(f"P{rank}", only_shard=rank, separate_batches=False, steps=step + 1)
+                part = self._reference.run(f"P{rank}", only_shard=rank, separate_batches=False, steps=step + 1)
                 if part is None or part.steps <= step:
                     return None
                 pieces.append(by_backward(part, step))

@@ -35,12 +35,9 @@ import inspect
 import json
 import os
 import sys
-import weakref
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import islice
-from types import FrameType
 from typing import Any
 
 import torch
@@ -52,8 +49,6 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as optim
-from torch.utils.data import DataLoader, DistributedSampler
-from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.comm.dtensor import is_sharded
 from paceline.observe.digests import SOME, digest, tensors_in
@@ -70,6 +65,7 @@ from paceline.trials.spec import TrialEnded, TrialSpec
 from paceline.verify.plain_worker.batch_function import BatchFunctionFinder, BatchFunctionReplacer
 from paceline.verify.plain_worker.batch_norm import norm_of_each_rank
 from paceline.verify.plain_worker.examples import Loaders, Replay
+from paceline.verify.plain_worker.script_places import ScriptPlaces
 from paceline.verify.plain_worker.step_draws import StepDraws
 from paceline.verify.worker.perturbation import nudge_weights
 from paceline.verify.worker.record_files import (
@@ -133,8 +129,6 @@ class PlainRecorder:
         self._parts_are_own = True  # whether the ranks' parts, joined, are the first weights of this run
         self._steps: list[dict[str, Any]] = []
         self._current = new_step_record(0, 0)
-        self._lines: dict[str, list[Any]] = {}  # the script's lines of the current step, by kind of call
-        self._made: dict[str, list[Any]] = {}  # the script's lines that make its loaders and wrappers
         self._loss_nodes: list[list[Any]] = []  # [name, file, line] of nodes of the first loss, from the loss down
         self._losses: list[float] = []
         self._backwards = 0  # in this update
@@ -158,11 +152,9 @@ class PlainRecorder:
         self._replay = None if spec.is_subject else self._make_replay()
         self.draws = StepDraws()
         self._patches = Patches(self._is_active)
-        self._loaders_of: dict[str, int] = {}  # a line of the script -> the number of its last loader
-        self._loader_names: Any = WeakIdKeyDictionary()
-        self._lengths: dict[str, int] = {}  # name of a loader -> its length
-        self._replay_repeats = self._replay.repeats if self._replay is not None else 1
-        self._wrapped: Any = weakref.WeakSet()  # modules in a DistributedDataParallel
+        lengths = None if spec.is_subject else self._subject[0]["lengths"]
+        repeats = self._replay.repeats if self._replay is not None else 1
+        self._places = ScriptPlaces(stack, self._patches, self._is_active, lengths, repeats)
         self._function = BatchFunctionFinder(
             begin=lambda: self._loaders.before_fetch(),
             store=lambda parts: self._loaders.record_function(parts),
@@ -207,8 +199,6 @@ class PlainRecorder:
         register_module_forward_hook(self._after_forward, always_call=True)
         optim.register_optimizer_step_pre_hook(self._before_update)
         optim.register_optimizer_step_post_hook(self._after_update)
-        self._patches.before(DataLoader, "__init__", self._number_loader)
-        self._patches.wrap(DataLoader, "__len__", self._wrap_length)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             for name in _CLIPPING:
                 self._patches.wrap(owner, name, self._wrap_clipping)
@@ -222,44 +212,13 @@ class PlainRecorder:
             for name in _OF_ALL:
                 self._patches.before(torch.distributed, name, self._count_collective)
             self._patches.before(Join, "__enter__", lambda _: self._add_to_order(JOIN))
-            self._patches.before(DistributedDataParallel, "__init__", self._note_wrapper)
-            self._patches.before(DistributedDataParallel, "no_sync", lambda _: self._note_line("no_sync"))
-            self._patches.before(DistributedDataParallel, "register_comm_hook", partial(self._note_made, "comm_hook"))
-            self._patches.before(DataLoader, "__init__", self._note_loader)
-            self._patches.before(torch.optim.Optimizer, "__init__", partial(self._note_made, "optimizer"))
-            self._patches.before(DistributedSampler, "__init__", partial(self._note_made, "sampler"))
         if not self._spec.is_subject and self._spec.only_shard is None and not self._spec.separate_batches:
             norm_of_each_rank(self._patches, lambda: self.draws.sizes)
 
-    # --- lines of the script
+    # --- collectives
 
     def _trained_parameters(self) -> list[Tensor]:
         return [tensor for tensor in self._trained.tensors().values() if tensor.requires_grad]
-
-    def _note_line(self, what: str) -> None:
-        if at := self._stack.caller():
-            self._lines[what] = at
-
-    def _is_in_wrapped(self, frame: FrameType) -> bool:
-        """Whether a frame runs a method of a module in a DistributedDataParallel."""
-        return frame.f_locals.get("self") in self._wrapped
-
-    def _note_wrapper(self, _: Any, module: nn.Module, *__: Any, **___: Any) -> None:
-        self._wrapped.update(module.modules())
-        self._made["wrapper"] = self._stack.caller()
-
-    def _note_loader(self, _: Any, dataset: Any, *__: Any, **___: Any) -> None:
-        if at := self._stack.caller():
-            self._made.setdefault("loader", at)
-        code = getattr(getattr(type(dataset), "__iter__", None), "__code__", None)
-        if code is not None and self._stack.owns(code.co_filename):
-            self._made.setdefault("stream", [code.co_filename, code.co_firstlineno])
-
-    def _number_loader(self, loader: Any, *_: Any, **__: Any) -> None:
-        """Give a loader a name that is the same in all runs: the script's line, and a number for each loader of it."""
-        line = ":".join(map(str, self._stack.caller()))
-        self._loaders_of[line] = number = self._loaders_of.get(line, -1) + 1
-        self._loader_names[loader] = f"{line} {number}"
 
     def _count_collective(self, *args: Any, group: Any = None, **_: Any) -> None:
         """Count a collective of all ranks. All ranks make these in the same order."""
@@ -282,7 +241,7 @@ class PlainRecorder:
             output, tensor = list(signature.bind(*args, **options).arguments.values())[:2]
             lost = self._is_active() and torch.is_grad_enabled() and isinstance(tensor, Tensor) and tensor.requires_grad
             if lost and self._spec.is_subject:
-                self._lines.setdefault("cut_gather", self._stack.caller())
+                self._places.lines.setdefault("cut_gather", self._stack.caller())
             elif lost and not self._spec.separate_batches and self._spec.only_shard is None:
                 if result is not None:
                     result.wait()
@@ -296,25 +255,6 @@ class PlainRecorder:
     def _note_gradient_in_gather(self, grad: Tensor) -> None:
         if self._is_active() and bool(grad.any()):
             self._current["gradient_in_gather"] = True
-
-    def _wrap_length(self, original: Any) -> Any:
-        """A loader of one process has the length of a rank's: the script may count its batches."""
-
-        def __len__(loader: Any) -> int:
-            own = int(original(loader))
-            name = self._loader_names.get(loader)
-            if not self._is_active() or name is None:
-                return own
-            if self._spec.is_subject:
-                self._lengths[name] = own
-                return own
-            return int(self._subject[0]["lengths"].get(name, own)) * self._replay_repeats
-
-        return __len__
-
-    def _note_made(self, what: str, *_: Any, **__: Any) -> None:
-        if at := self._stack.caller():
-            self._made.setdefault(what, at)
 
     # --- forwards and backwards
 
@@ -330,9 +270,7 @@ class PlainRecorder:
             return None
         self._in_forward = module
         self._tracer.in_forward = True
-        self._lines.setdefault("forward", self._stack.caller())
-        if module in self._wrapped:
-            self._lines.setdefault("past_wrapper", self._stack.caller(self._is_in_wrapped))
+        self._places.note_forward(module)
         if not self._trained.has_parameters_of(module):
             self._add_model(module)
             if self._spec.is_subject:
@@ -468,7 +406,7 @@ class PlainRecorder:
                 found = {n: p.grad for n, p in self._trained.tensors().items() if p.is_leaf and p.grad is not None}
                 save_tensors(self._sketched(found), self._path(f"part-{len(self._steps)}-{self._backwards}"))
         self._backwards += 1
-        self._lines["backward"] = self._stack.caller()
+        self._places.lines["backward"] = self._stack.caller()
         losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._losses += [float(loss.detach()) for loss in losses if loss.numel() == 1]
         if self._graph_lines is not None:
@@ -483,7 +421,7 @@ class PlainRecorder:
         def clip(parameters: Any, *args: Any, **options: Any) -> Any:
             parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
             if self._is_active():
-                self._lines["clip"] = self._stack.caller()
+                self._places.lines["clip"] = self._stack.caller()
                 known = {id(p): name for name, p in self._trained.tensors().items()}
                 grads = {known[id(p)]: p.grad for p in parameters if id(p) in known and p.grad is not None}
                 for name, value in self._sketched(grads).items():
@@ -555,7 +493,7 @@ class PlainRecorder:
             options = optimizer_options(optimizer)
         current["options"] = options
         current["lrs"] = [group["lr"] for group in options if "lr" in group]
-        current["lines"] = {**self._lines, "step": self._stack.caller()}
+        current["lines"] = {**self._places.lines, "step": self._stack.caller()}
         current["writes"] = self._tracer.take()
         current["clip_norm"], current["loss_values"] = self._norm, self._losses
 
@@ -624,7 +562,7 @@ class PlainRecorder:
         self._steps.append(current)
         self._current = new_step_record(0, len(self._steps))
         self._backwards, self._local = 0, []
-        self._lines, self._losses, self._norm, self._before_clipping = {}, [], None, {}
+        self._places.lines, self._losses, self._norm, self._before_clipping = {}, [], None, {}
         if len(self._steps) >= self._last:
             self._loaders.recording = False
             self.finish()
@@ -683,8 +621,8 @@ class PlainRecorder:
             # Whether the recorded examples are all that the losses depend on.
             "complete": self._loaders.has_targets or self._model_has_loss,
             "exhausted": self._replay is not None and self._replay.exhausted,
-            "made": self._made,
-            "lengths": self._lengths,
+            "made": self._places.made,
+            "lengths": self._places.lengths,
             "batch_function": self._function.name,
             "loss_nodes": self._loss_nodes,
             "strategy": None,
