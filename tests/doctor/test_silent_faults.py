@@ -26,7 +26,7 @@ FAULTS: dict[str, tuple[str, int]] = {
     "caption_pairs": ("gathered_without_gradient", 42),  # gathered by Accelerate
     "mlp_columns": ("not_reduced", 36),  # tensor parallelism
     "span_encoder": ("not_reduced", 71),  # a sequence, gathered by torch.distributed.nn
-    "momentum_fsdp": ("optimizer_differs", 72),
+    "momentum_fsdp": ("optimizer_differs", 24),
     "arm_observations": ("buffers_differ", 27),
     "scanner_norms": ("buffers_differ", 63),  # the healthy twin combines what it saves
     "pages_stream": ("examples_missed", 59),

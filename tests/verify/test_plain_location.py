@@ -38,6 +38,15 @@ def test_gradients_that_are_multiplied_by_a_reduced_number() -> None:
     assert find("factor", writes) == (43, 51)
 
 
+@pytest.mark.parametrize(("cause", "line"), [("weights", 16), ("factor", 40)])
+def test_a_line_that_only_reduces_the_gradients(cause: str, line: int) -> None:
+    """The loss of a rank may have a wrong weight. A wrong factor may come from the reduction."""
+    writes = [at(GRADIENT, 20), at(COLLECTIVE, 40), at(GRADIENT, 40), at(COLLECTIVE, 40), at(GRADIENT, 40)]
+    found = find(cause, writes, nodes=[["MeanBackward0", "train.py", 16]])
+    assert found is not None
+    assert found[0] == line
+
+
 def test_gradients_that_are_changed_without_a_collective() -> None:
     assert find("factor", [at(GRADIENT, 20), at(GRADIENT, 28)]) == (28, None)
 

@@ -15,6 +15,7 @@ from paceline.observe.source import calls_in, names_in, scope_at, targets, tree_
 from paceline.observe.write_tracer import COLLECTIVE, EXCHANGE, GRADIENT, WEIGHT
 
 _REDUCED_LATE = {"not-reduced", "rank-missing"}
+_BY_LOSS = {"weights", "mean-of-means", "batch-level"}
 _MEANS = ("Mean", "Loss", "KlDiv")
 _SCALES = ("Div", "Mul")
 _NORMS = ("sum", "norm", "vector_norm", "all_reduce", "get_total_norm", "global_norm")
@@ -74,7 +75,7 @@ def locate(
     between = cause == "backward-lost" or in_parts
     if between and (calls := _calls_in_forward(mine, lines)):
         return _at(calls[0][2][0][:2], calls[0][2][1][:2], "The ranks exchange tensors in the forward at")
-    found = _gradient_write(mine, lines)
+    found = _gradient_write(mine, lines, cause in _BY_LOSS)
     if found is not None:
         return found
     return _loss(cause, nodes, lines)
@@ -104,8 +105,9 @@ def _weight_write(steps: list[dict[str, Any]]) -> Location | None:
     return None
 
 
-def _gradient_write(step: dict[str, Any], lines: dict[str, Any]) -> Location | None:
-    """The line that changes the gradients between the last backward and the update, if there is one."""
+def _gradient_write(step: dict[str, Any], lines: dict[str, Any], by_loss: bool) -> Location | None:
+    """The line that changes the gradients between the last backward and the update, if there is one. by_loss: the loss
+    may be the reason, so a line that only reduces the gradients is none."""
     entries: list[Entry] = step.get("writes", [])
     backward = tuple(lines.get("backward", ()))
     last = max((n for n, e in enumerate(entries) if e[0] == GRADIENT and _passes(e, backward)), default=-1)
@@ -118,11 +120,13 @@ def _gradient_write(step: dict[str, Any], lines: dict[str, Any]) -> Location | N
     if calls and calls[0] > first:  # changed before the ranks' gradients are combined
         own, other = _in_common(after[first][2], after[calls[0]][2])
         return _at(own, other, "The gradients are changed before they are reduced, at")
-    before = [n for n in calls if n < first]
-    if before and len({_place(after[n]) for n in writes}) == 1:
+    written = {_place(after[n]) for n in writes}
+    before = [n for n in calls if n < first and _place(after[n]) not in written]  # others reduce the gradients
+    if before and len(written) == 1:
         call = after[before[-1]][2]
         return _at(call[0][:2], _place(after[first]), "The gradients are multiplied by a number that is reduced at")
-    own_writes = [n for n in writes if _place(after[n]) != backward]
+    reductions = {_place(after[n]) for n in calls} if by_loss else set()
+    own_writes = [n for n in writes if _place(after[n]) not in {backward, *reductions}]
     if not own_writes:
         return None
     at = _place(after[own_writes[-1]])

@@ -122,7 +122,9 @@ def _idle_shards(run: RecordedRun) -> Iterator[Finding]:
             "had a gradient and did not change, but other ranks' shards did"
         )
         before = next(run.events(0, "before"))
-        yield finding_at("optimizer_differs", before["at"], evidence, run.line("optimizer"), _EVERY_SHARD)
+        line = script_lines.optimizer_skip(run)
+        beside = before["at"] if line else run.line("optimizer")
+        yield finding_at("optimizer_differs", line or before["at"], evidence, beside, _EVERY_SHARD)
 
 
 def _state_load_line(run: RecordedRun) -> tuple[Any, str]:

@@ -84,6 +84,19 @@ def unfreeze(run: RecordedRun) -> Line:
     return _first(run, lambda n: _sets(n, "requires_grad", True))
 
 
+def optimizer_skip(run: RecordedRun) -> Line:
+    """The first condition in an optimizer's `step` that leaves parameters out with `continue`."""
+    for file in _files(run):
+        for cls in (n for n in nodes_of(file) if isinstance(n, ast.ClassDef)):
+            optimizer = any("Optim" in ast.unparse(base) for base in cls.bases)
+            for method in (m for m in cls.body if optimizer and isinstance(m, ast.FunctionDef) and m.name == "step"):
+                ifs = (n for n in ast.walk(method) if isinstance(n, ast.If))
+                skips = [n.lineno for n in ifs if any(isinstance(part, ast.Continue) for part in n.body)]
+                if skips:
+                    return [file, min(skips)]
+    return None
+
+
 def silent_function(run: RecordedRun) -> Line:
     """The backward of the first autograd function that exchanges nothing, in its forward and in its backward."""
     for file in _files(run):
