@@ -64,7 +64,7 @@ _RANDOM = {"same_random_numbers", "same_noise", "same_augmentations", "same_in_w
 CAUSES: dict[str, set[str]] = {  # kind -> the tools' causes that lead to the fault; written before the first run
     "loss-denominator": _LOSS,
     "second-loss-term": _LOSS,
-    # left_over came later, with its rule
+    # left_over, norm_summed_twice and gathered_without_gradient came later, with their rules
     "gradient-accumulation": _LOSS | {"stale", "gradients_dropped", "backward-lost", "sync_off", "left_over"},
     "moe-aux-loss": _LOSS | {"batch-level"},
     "world-size-scaling": {"factor", "summed_gradients", "term_times_processes", "accumulation", "weights"},
@@ -72,7 +72,14 @@ CAUSES: dict[str, set[str]] = {  # kind -> the tools' causes that lead to the fa
     "parameter-outside-wrapper": _REDUCE | {"unknown_to_ddp", "past_ddp", "ranks-drift-apart", "weights_differ"},
     "rank-branch": _REDUCE | {"steps_differ", "collectives", "weights", "optimizer_differs"},
     "no-sync": _REDUCE | {"sync_off", "no_no_sync"},
-    "gradient-clipping": {"clip_before_reduce", "clip_of_shards", "clip_before_unscale", "weights", "factor"},
+    "gradient-clipping": {
+        "clip_before_reduce",
+        "clip_of_shards",
+        "clip_before_unscale",
+        "norm_summed_twice",
+        "weights",
+        "factor",
+    },
     "same-data": _DATA | _RANDOM,
     "same-randomness": _RANDOM | _DATA,
     "set-epoch": {"no_set_epoch"},
@@ -95,7 +102,7 @@ CAUSES: dict[str, set[str]] = {  # kind -> the tools' causes that lead to the fa
     "model-parallel": {"factor", "weights", "partly_reduced", *_REDUCE},
     "evaluation": {"padded_evaluation", "local_metric"},
     "lost-reduction": _REDUCE,
-    "gather-gradient": _LOSS | _REDUCE | {"batch-level"},
+    "gather-gradient": _LOSS | _REDUCE | {"batch-level", "gathered_without_gradient"},
     "batch-statistics": _LOSS | {"batch-level", "batch_norm"},
     "router-bias": {"buffers_differ", "batch-level", "batch_norm", "ranks-drift-apart", "weights_differ"},
 }
