@@ -64,23 +64,32 @@ def run(only: list[str]) -> None:
             continue
         known["scripts"][name] = judge(name, case)
         print(name, known["scripts"][name], flush=True)
+        known["figures"] = figures(known)
         RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def figures(known: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """The counts and the seconds of each tool, and of all."""
+    scripts = list(known["scripts"].values())
+    found: dict[str, dict[str, int]] = {}
+    for tool in [*sorted({one["tool"] for one in scripts}), "all"]:
+        own = [one for one in scripts if tool in ("all", one["tool"])]
+        faulty, exact = ([one for one in own if one["faulty"] is kind] for kind in (True, False))
+        found[tool] = {
+            "scripts with a fault": len(faulty),
+            "found": sum(one["code"] == 1 for one in faulty),
+            "exact scripts": len(exact),
+            "accused": sum(one["code"] == 1 for one in exact),
+            "median s": round(sorted(one["seconds"] for one in own)[len(own) // 2]),
+        }
+    return found
 
 
 def table(known: dict[str, Any]) -> str:
     """The figures of each tool, as Markdown."""
-    rows = [
-        "| tool | scripts with a fault | found | exact scripts | accused | median s |",
-        "|---|---|---|---|---|---|",
-    ]
-    scripts = list(known["scripts"].values())
-    for tool in [*sorted({one["tool"] for one in scripts}), "all"]:
-        own = [one for one in scripts if tool in ("all", one["tool"])]
-        faulty, exact = ([one for one in own if one["faulty"] is kind] for kind in (True, False))
-        counts = [len(faulty), sum(one["code"] == 1 for one in faulty), len(exact)]
-        counts.append(sum(one["code"] == 1 for one in exact))
-        seconds = sorted(one["seconds"] for one in own)[len(own) // 2]
-        rows.append(f"| {tool} | " + " | ".join(map(str, counts)) + f" | {seconds:.0f} |")
+    found = figures(known)
+    rows = ["| tool | " + " | ".join(found["all"]) + " |", "|---|" + "---|" * len(found["all"])]
+    rows += [f"| {tool} | " + " | ".join(map(str, values.values())) + " |" for tool, values in found.items()]
     return "\n".join(rows) + "\n"
 
 

@@ -25,7 +25,7 @@ class PlainReference:
         ours: the record of the subject run.
         subject: questions about it.
         how: fields of TrialSpec for the runs of one process.
-        notes: what the answer must mention.
+        notes: facts that the answer must mention.
         skipped: an update that one process makes from other batches; None: there is none.
     """
 

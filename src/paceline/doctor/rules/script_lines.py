@@ -414,7 +414,8 @@ def _writes_weight(file: str, node: Any) -> bool:
 
 
 def _loop_over(file: str, name: str, line: int) -> str:
-    """What the innermost `for` loop around a line binds a name to, as text: an argument of `zip`, or the iterable."""
+    """The source of the values that the innermost `for` loop around a line binds to a name: an argument of `zip`, or
+    the iterable."""
     loops = [n for n in nodes_of(file) if isinstance(n, ast.For) and holds(n, line) and name in names_in(n.target)]
     loop = max(loops, key=lambda n: n.lineno, default=None)
     if loop is None:
