@@ -345,7 +345,7 @@ PLANTED = [
     _p("clipped by hand before the sum", "clip_before_reduce", "by_hand",
        ("            average_gradients(model, world_size)\n            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)\n",
         "            norm = sum(p.grad.square().sum() for p in model.parameters()).sqrt()\n            for p in model.parameters():\n                p.grad.mul_((0.05 / norm).clamp(max=1.0))\n            average_gradients(model, world_size)\n"),
-       at="p", beside="average_gradients(model, world_size)"),
+       at="p.grad.mul_(", beside="average_gradients(model, world_size)"),
     _p("gathered without a gradient", "gathered_without_gradient", "plain",
        ("            loss.backward()\n", "            out = model.module.body(inputs)\n            parts = [torch.empty_like(out) for _ in range(world_size)]\n            dist.all_gather(parts, out)\n            loss = loss + 0.1 * (out @ torch.cat(parts).t()).square().mean() / ACCUMULATE\n            loss.backward()\n"),
        at="dist.all_gather(parts, out)", beside="loss.backward()"),

@@ -22,7 +22,7 @@ FAULTS: dict[str, tuple[str, int]] = {
     "accelerate_loss_scaled": ("factor", 41),
     "drafter_global_mean": ("factor", 62),
     "ddp_norm_summed_twice": ("norm_summed_twice", 43),
-    "clip_then_allreduce": ("clip_before_reduce", 65),
+    "clip_then_allreduce": ("clip_before_reduce", 76),
     "caption_pairs": ("gathered_without_gradient", 42),  # gathered by Accelerate
     "mlp_columns": ("not_reduced", 36),  # tensor parallelism
     "span_encoder": ("not_reduced", 71),  # a sequence, gathered by torch.distributed.nn

@@ -120,8 +120,9 @@ def _clipped_alone(run: RecordedRun) -> Iterator[Finding]:
             f"at {clipped} compared steps each rank's gradient was multiplied by its own factor before the sum, which "
             f"made its norm {bounds[0]:.4g}"
         )
-        line, callers = script_lines.gradient_write(run, reduction["at"]), reduction.get("by") or []
+        callers = reduction.get("by") or []
         beside = callers[1] if len(callers) > 1 else reduction["at"]
+        line = script_lines.gradient_scaling(run, beside)
         yield finding_at("clip_before_reduce", line or reduction["at"], evidence, beside)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any, TypeGuard
 
 from paceline.doctor.rules.recorded_run import Event, RecordedRun
+from paceline.observe.expressions import world_pattern
 from paceline.observe.source import (
     attributes_in,
     called,
@@ -62,6 +63,21 @@ def weight_write(run: RecordedRun, near: Any, by_rank: bool = False) -> Line:
 def gradient_write(run: RecordedRun, near: Any) -> Line:
     """The line of a write to gradients, chosen as in `weight_write`."""
     return _nearest(run, near, _writes_gradient)
+
+
+def gradient_scaling(run: RecordedRun, within: Line) -> Line:
+    """The first line that multiplies gradients by a number other than one over the number of processes. If it is in
+    another function than the line `within`: the first call of its function."""
+    for file in _files(run):
+        world = world_pattern(file)
+        acts = (n for n in nodes_of(file) if isinstance(n, (ast.Call, ast.Assign, ast.AugAssign)))
+        for node in acts:
+            if _writes_gradient(file, node) and not world.search(ast.unparse(node)):
+                apart = within is not None and within[0] == file
+                apart = apart and scope_at(file, node.lineno) is not scope_at(file, within[1])  # type: ignore[index]
+                at: Line = [file, node.lineno]
+                return (call_of_scope(run, at) if apart else None) or at
+    return None
 
 
 def lr_assignment(run: RecordedRun) -> Line:
