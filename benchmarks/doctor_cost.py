@@ -11,7 +11,6 @@ mean shows.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import random
@@ -26,11 +25,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from collate_draws import machine
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from verify_cost import SIZES, VOCABULARY, Transformer, summary
+from verify_cost import SIZES, VOCABULARY, Transformer, summary, write
 
 WARM_UP = 3
 
@@ -96,18 +94,7 @@ def main() -> None:
             sizes[size] = {name: {key: summary(runs, key) for key in runs[0]} for name, runs in found.items()}
             ours, alone = sizes[size]["doctor"], sizes[size]["script"]
             sizes[size]["times"] = {key: round(ours[key]["median"] / alone[key]["median"], 3) for key in alone}
-    result = {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "processes": 2,
-        "steps": options.steps,
-        "rounds": options.rounds,
-        "sizes": sizes,
-    }
-    print(json.dumps(sizes, indent=1))
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options, sizes)
 
 
 if __name__ == "__main__":

@@ -108,6 +108,22 @@ def summary(found: list[dict[str, float]], key: str) -> dict[str, float]:
     }
 
 
+def write(options: argparse.Namespace, sizes: dict[str, Any]) -> None:
+    """Print the figures, and write them with their command, machine and time to `options.out`."""
+    result = {
+        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "processes": 2,
+        "steps": options.steps,
+        "rounds": options.rounds,
+        "sizes": sizes,
+    }
+    print(json.dumps(sizes, indent=1))
+    if options.out is not None:
+        options.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", choices=SIZES)
@@ -144,18 +160,7 @@ def main() -> None:
         sizes[size]["times"] = {
             key: round(ours[key]["median"] / alone[key]["median"], 2) for key in ("seconds", "memory")
         }
-    result = {
-        "command": shlex.join([Path(sys.executable).name, *sys.argv]),
-        "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "processes": 2,
-        "steps": options.steps,
-        "rounds": options.rounds,
-        "sizes": sizes,
-    }
-    print(json.dumps(sizes, indent=1))
-    if options.out is not None:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write(options, sizes)
 
 
 if __name__ == "__main__":

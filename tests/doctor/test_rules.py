@@ -497,3 +497,19 @@ def test_reductions_that_nobody_waits_for() -> None:
 def test_a_script_without_torch_is_told_what_doctor_takes() -> None:
     why = doctor_command._unwatched(RecordedRun([[], []]), failed=False)
     assert why == "the script never imported torch. Give doctor the training script that you would start with torchrun."
+
+
+def test_a_script_that_combines_gradients_itself_has_no_averaged_passes() -> None:
+    """FSDP's set_gradient_divide_factor, or the script's own communication hook of DDP."""
+    ddp = {"k": "ddp", "at": AT, "ranks": [0, 1]}
+    backward = {"k": "backward", "at": AT, "mean": "mean", "form": "mean"}
+    assert len(model_rules.averaged_passes(RecordedRun([[ddp, backward]] * 2))) == 1
+    assert model_rules.averaged_passes(RecordedRun([[ddp, {"k": "own_reduction", "at": AT}, backward]] * 2)) == []
+
+
+@pytest.mark.parametrize("norm", [float("nan"), float("inf"), 0.0, None])
+def test_gradients_without_a_finite_norm_say_nothing_about_clipping(norm: float | None) -> None:
+    own = {"w": [2, 3.0, 3.0, 1.0, 2.0]}
+    before = {"k": "before", "at": AT, "opt": 0, "step": 0, "own": own, "grads": own, "own_norm": norm}
+    assert clip_rules._sampled(RecordedRun([[before]] * 2)) == []
+    assert len(clip_rules._sampled(RecordedRun([[before | {"own_norm": 2.2}]] * 2))) == 1

@@ -17,6 +17,7 @@ of experts: f_e is the fraction of the tokens that expert e gets.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,7 +44,7 @@ _SUMS = ("SumBackward0", "MeanBackward0")
 _OF_ROWS = ("SumBackward1", "MeanBackward1")
 _PRODUCTS = ("MmBackward0", "AddmmBackward0")
 _OF_TWO = (*_PRODUCTS, "BmmBackward0", "BaddbmmBackward0", "MulBackward0", "SubBackward0")
-_MAX_NODES = 3000
+_MAX_NODES = 200
 _PER_ROW = ("SoftmaxBackward0", "LogSoftmaxBackward0", "SigmoidBackward0", "IndexBackward0", "ExpBackward0")
 _PICKS = ("IndexBackward0", "MaskedSelectBackward0")
 _SHAPES = (*TRANSPARENT, "UnsqueezeBackward0", "ExpandBackward0", "TransposeBackward0", "PermuteBackward0",
@@ -227,7 +228,8 @@ def gathered_constants(root: torch.Tensor, gathered: list[tuple[torch.Tensor, in
     """
     for constant in _constants(root.grad_fn):
         for own, place, size, at in gathered:
-            if constant.dtype is own.dtype and constant.numel() == size * own.numel():
+            alike = constant.dtype is own.dtype and constant.device == own.device
+            if alike and constant.numel() == size * own.numel():
                 # a view or transposition of the result has the same storage
                 whole = torch.empty(0, dtype=own.dtype, device=constant.device).set_(constant.untyped_storage())
                 if whole.numel() == constant.numel() and torch.equal(whole.chunk(size)[place], own.reshape(-1)):
@@ -236,10 +238,13 @@ def gathered_constants(root: torch.Tensor, gathered: list[tuple[torch.Tensor, in
 
 
 def _constants(node: Any) -> Iterator[torch.Tensor]:
-    """Factors of the products in a graph that have no gradient, each an unchanged tensor of the script."""
-    seen, waiting = {node}, [node]
+    """Factors of the products in a graph that have no gradient, those nearest to the loss first.
+
+    Not of the whole graph: to read what a node has saved computes a checkpointed block again.
+    """
+    seen, waiting = {node}, deque([node])
     while waiting and len(seen) < _MAX_NODES:
-        node = waiting.pop()
+        node = waiting.popleft()
         if node is None:
             continue
         if node.name() in _OF_TWO:

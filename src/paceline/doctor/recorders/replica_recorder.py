@@ -6,6 +6,7 @@ One fault needs no comparison: weights changed between two steps, but not by the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -89,8 +90,10 @@ class ReplicaRecorder:
     def _gradient_norm(self, optimizer: Any) -> float:
         """The L2 norm of all gradients of an optimizer, except those of sharded parameters."""
         grads = [p.grad for p in parameters(optimizer) if p.grad is not None and self._is_full(p)]
-        norms = [g.detach().norm() for g in grads if g.layout is torch.strided]
-        return float(torch.stack(norms).double().norm()) if norms else 0.0
+        plain = [g.detach() for g in grads if g.layout is torch.strided and g.is_floating_point()]
+        # in at least 32 bits, since the squares of 16 bits overflow; and on the host, since devices may differ
+        norms = (torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in plain)
+        return math.hypot(*map(float, norms))
 
     def _shards_with_gradients(self, optimizer: Any) -> Sample:
         """name -> sample of this rank's shard, for sharded parameters with a gradient that is not zero."""

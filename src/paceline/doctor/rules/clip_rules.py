@@ -6,6 +6,7 @@ backward, and the factor times their norm is the same bound at each step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -153,7 +154,12 @@ def _norm_summed_twice(run: RecordedRun) -> Iterator[Finding]:
 def _sampled(run: RecordedRun) -> list[list[Event]]:
     """The peers' "before" events with samples of the gradients, for the steps at which no gradient is scaled."""
     steps = run.at_common_steps("before", "own") if len(run.peers) > 1 else []
-    return [es for es in steps if all(e.get("grads") and e.get("own_norm") and e.get("scale", 1.0) == 1.0 for e in es)]
+
+    def is_known(e: Event) -> bool:
+        norm = e.get("own_norm") or 0.0
+        return bool(e.get("grads")) and norm > 0 and math.isfinite(norm) and e.get("scale", 1.0) == 1.0
+
+    return [events for events in steps if all(map(is_known, events))]
 
 
 def _sums_before_steps(events: list[Event]) -> dict[tuple[int, int], list[Event]]:

@@ -51,7 +51,7 @@ def findings(run: RecordedRun) -> list[Finding]:
     if found or run.has("join"):
         return found
     if not (run.reduces_gradients or run.meant_as_replicas):
-        return first_of(run, _weights_exchanged, _parts_part)
+        return first_of(run, _weights_exchanged, _parts_drift)
     if run.averages_weights:  # the ranks may make different numbers of steps
         return []
     return first_of(run, _steps_differ) or first_of_each(run, _divergence, _summed, _buffers)
@@ -158,7 +158,7 @@ def _weights_exchanged(run: RecordedRun) -> Iterator[Finding]:
         yield finding_at("not_reduced", first["at"], evidence)
 
 
-def _parts_part(run: RecordedRun) -> Iterator[Finding]:
+def _parts_drift(run: RecordedRun) -> Iterator[Finding]:
     """not_reduced: the ranks compute parts of one model, and train weights that all of them hold. The gradients of
     these weights differ, and nothing sums them, so the weights part.
 

@@ -170,11 +170,9 @@ def buffer_write(run: RecordedRun, name: str) -> Line:
 
 def call_of_scope(run: RecordedRun, at: Line) -> Line:
     """The first call of the function around a line, in the files of the run."""
-    if at is None:
-        return None
-    scope = scope_at(*at)
-    calls = ([file, n.lineno] for file in _files(run) for n in calls_of(file, getattr(scope, "name", "")))
-    return next(calls, None)
+    name = getattr(scope_at(*at), "name", None) if at is not None else None  # a module has no name
+    calls = ([file, n.lineno] for file in _files(run) for n in calls_of(file, name)) if name else ()
+    return next(iter(calls), None)
 
 
 def shared_seed(run: RecordedRun) -> Line:
