@@ -343,6 +343,7 @@ def test_local_sgd_in_ddp_is_not_accused(tmp_path: Path) -> None:
 
 
 LARGE = """
+import time
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -356,6 +357,8 @@ model = nn.parallel.DistributedDataParallel(net)
 optimizer = torch.optim.Adam(model.parameters(), 1e-4)
 for (a,) in DataLoader(data, batch_size=4, sampler=DistributedSampler(data)):
     (model(a) - a).square().mean().backward()
+    if dist.get_rank() and not optimizer.state:
+        time.sleep(2)
     optimizer.step()
     optimizer.zero_grad()
 """
@@ -363,7 +366,10 @@ for (a,) in DataLoader(data, batch_size=4, sampler=DistributedSampler(data)):
 
 @pytest.mark.conformance
 def test_a_disk_that_holds_the_states_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A million parameters with Adam are 13 MB a step, and 4 MB of gradients."""
+    """A million parameters with Adam are 13 MB a step, and 4 MB of gradients.
+
+    Rank 1 looks at the disk when rank 0 has written to it, and still ends at the same step.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], capture_output=True)

@@ -70,6 +70,7 @@ from paceline.verify.plain_worker.step_draws import StepDraws
 from paceline.verify.worker.perturbation import nudge_weights
 from paceline.verify.worker.record_files import (
     disk_space,
+    first_value,
     new_step_record,
     optimizer_options,
     save_tensors,
@@ -574,11 +575,15 @@ class PlainRecorder:
         return {name: value for name, value in values.items() if len({one[name] for one in held if name in one}) == 1}
 
     def _limit_steps(self, state: Mapping[str, Tensor]) -> None:
-        """Record no more updates than the disk can hold. All ranks see the same sizes and the same disk."""
+        """Record no more updates than the disk can hold.
+
+        One rank decides for all: a rank that looks later sees less space, since others have begun to write.
+        """
         tensors = [*state.values(), *self._trained_parameters()]  # a gradient has the size of its parameter
         writers = self._spec.processes if self._spec.in_parts else 1  # each rank writes its parts
         fit = disk_space(self._spec.directory) // max(1, writers * sum(tensor.nbytes for tensor in tensors))
-        self._last = max(1, min(self._last, fit))
+        path = os.path.join(self._spec.directory, "steps-that-fit")
+        self._last = min(self._last, first_value(path, max(1, fit)))
 
     def _whole(self, tensors: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors, with shards of other processes, and divided into the ranks' parts."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
@@ -60,6 +62,16 @@ def disk_space(folder: str) -> int:
     """The bytes that may be written to the disk of a folder. A twentieth of the disk stays free."""
     disk = shutil.disk_usage(folder)
     return disk.free - disk.total // 20
+
+
+def first_value(path: str, value: int) -> int:
+    """The value that the first of several processes gave for this file. It decides for all of them."""
+    own = f"{path}.{os.getpid()}"
+    Path(own).write_text(str(value))
+    with contextlib.suppress(FileExistsError):
+        os.link(own, path)  # atomic, and the file is whole
+    os.remove(own)
+    return int(Path(path).read_text())
 
 
 def save_state(state: Mapping[str, Any], path: str) -> None:
