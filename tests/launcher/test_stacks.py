@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -205,6 +206,17 @@ deeper(60)"""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while str(stand(folder, process)) != "script.py, line 6":
             assert time.monotonic() < deadline, stand(folder, process)
+
+
+def test_the_thread_ends_when_it_is_told_to() -> None:
+    """It ran until the process ended, and every process waited a second for it."""
+    inbox, received = stack_thread._Inbox(f"\0paceline-test-{os.getpid()}".encode()), []
+    thread = threading.Thread(target=lambda: received.append(inbox.receive(lambda: None)), daemon=True)
+    thread.start()
+    inbox.stop()
+    thread.join(DEADLINE_SECONDS)
+    assert received == [None]
+    inbox.close()
 
 
 def test_a_script_does_not_see_the_thread_and_ends_as_ever(tmp_path: Path) -> None:

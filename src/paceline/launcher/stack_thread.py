@@ -70,7 +70,7 @@ _CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.
 # In these versions, a garbage collection in sys._current_frames could block all threads (python/cpython/issues/106883).
 _COLLECTS_INSIDE = (3, 11) <= sys.version_info < (3, 11, 9)
 _ASLEEP_SECONDS = 2e-4  # enough for another thread to wake up and take the GIL
-_LOOK_SECONDS = 4.0  # between two checks whether the launcher is stopped
+_LOOK_SECONDS = 4  # between two checks whether the launcher is stopped
 _WHERE, _CALLS = b"?", b"c"  # the requests, one byte each
 _ANSWER_BYTES = 2**18  # more than the default limit of a socket
 
@@ -87,7 +87,9 @@ class _Inbox:
         self._stat = os.fstat(self._socket.fileno())
         self._socket.bind(address)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._socket.settimeout(_LOOK_SECONDS)
+        # Not settimeout: after `shutdown`, a non-blocking datagram socket never has an end, and Python waits in a loop.
+        for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, limit, struct.pack("@ll", _LOOK_SECONDS, 0))
 
     @property
     def there(self) -> bool:
@@ -105,7 +107,7 @@ class _Inbox:
         while self.there:
             try:
                 question, extra, _, sender = self._socket.recvmsg(1, space)
-            except TimeoutError:
+            except BlockingIOError:  # the limit
                 between()
                 continue
             if not question:  # stop
