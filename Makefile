@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-system conformance campaign corpus chaos compat lint format bench overhead gpu gpu2 compare docs examples dist clean
+.PHONY: help setup demo test test-system conformance campaign silentdist chaos compat lint format bench overhead gpu gpu2 compare docs examples dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -44,11 +44,10 @@ SEED ?= 0
 chaos: $(READY)  ## kill processes of trainings at random times, and look at what is lost: CASES=500 (15 s each)
 	@$(BIN)/python -m tests.chaos $(if $(CASE),--case "$(CASE)",--cases $(CASES) --seed $(SEED))
 
-# Needs transformers, accelerate and lightning beside the environment; a script that asks for a missing one is left out.
-corpus: $(READY)  ## what verify and doctor make of 171 scripts that were written without them in mind (an hour)
-	@for tool in verify doctor; do \
-	  $(BIN)/python -m tests.corpus.measure run $$tool build/corpus_$$tool.json \
-	    && $(BIN)/python -m tests.corpus.measure table build/corpus_$$tool.json || exit 1; done
+# Needs transformers, accelerate and lightning in the environment.
+silentdist: $(READY)  ## score verify and doctor on 352 scripts, with silent faults or without (4 hours)
+	@$(BIN)/python benchmarks/silentdist/score.py run
+	@$(BIN)/python benchmarks/silentdist/score.py table
 
 # What is tested is written in pyproject.toml and torch_private/support.py; environments are made in build/compat/.
 VERSIONS ?= oldest newest

@@ -4,7 +4,8 @@
 
 A round runs, in random order, the script alone (twice, as an A/A control), and verify on it, for the same number of
 updates. Time is wall time with the start of the processes. Memory is the largest sum of the processes' unique set sizes
-(USS), sampled four times a second. Shown are the medians of all rounds, with the smallest and the largest.
+(USS), and disk the largest size of the temporary files. Both are sampled four times a second in a round of their own,
+since sampling takes time from the processes. Shown are the medians of all rounds, with the smallest and the largest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import json
 import os
 import random
 import shlex
-import shutil
 import statistics
 import subprocess
 import sys
@@ -70,19 +70,27 @@ def train(size: str, steps: int) -> None:
     dist.destroy_process_group()
 
 
-def measure(line: list[str], folder: str) -> dict[str, float]:
-    """Seconds, the largest memory in MiB, and the largest size of the temporary files in MiB."""
-    began, memory, disk = time.monotonic(), 0, 0
-    environ = {**os.environ, "TMPDIR": folder}
-    done = psutil.Popen(line, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+def measure(line: list[str], sampled: bool) -> dict[str, float]:
+    """Seconds; or the largest memory and the largest size of the temporary files, both in MiB."""
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {**os.environ, "TMPDIR": folder}
+        began = time.monotonic()
+        done = psutil.Popen(line, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        found = largest(done, folder) if sampled else {}
+        if done.wait():
+            raise SystemExit(f"{shlex.join(line)}: exit code {done.returncode}")
+        return found or {"seconds": time.monotonic() - began}
+
+
+def largest(done: psutil.Popen, folder: str) -> dict[str, float]:
+    """Sample until the program ends."""
+    memory, disk = 0, 0
     while done.poll() is None:
         memory = max(memory, sum(map(used, [done, *done.children(recursive=True)])))
         files = (os.path.join(base, name) for base, _, names in os.walk(folder) for name in names)
         disk = max(disk, sum(map(size_of, files)))
         time.sleep(0.25)
-    if done.returncode:
-        raise SystemExit(f"{shlex.join(line)}\n{done.stderr.read()}")
-    return {"seconds": time.monotonic() - began, "memory": memory / 2**20, "disk": disk / 2**20}
+    return {"memory": memory / 2**20, "disk": disk / 2**20}
 
 
 def used(process: psutil.Process) -> int:
@@ -100,7 +108,7 @@ def size_of(path: str) -> int:
 
 
 def summary(found: list[dict[str, float]], key: str) -> dict[str, float]:
-    values = [one[key] for one in found]
+    values = [one[key] for one in found if key in one]
     return {
         "median": round(statistics.median(values), 2),
         "least": round(min(values), 2),
@@ -147,11 +155,9 @@ def main() -> None:
             "verify": [sys.executable, "-m", "paceline", "verify", "--nproc", "2", "--steps", steps, *script],
         }
         found: dict[str, list[dict[str, float]]] = {name: [] for name in lines}
-        for _ in range(options.rounds):
+        for sampled in [True] + options.rounds * [False]:
             for name in random.sample(list(lines), len(lines)):
-                folder = tempfile.mkdtemp()
-                found[name].append(measure(lines[name], folder))
-                shutil.rmtree(folder)
+                found[name].append(measure(lines[name], sampled))
                 print(size, name, found[name][-1], flush=True)
         sizes[size] = {
             name: {key: summary(runs, key) for key in ("seconds", "memory", "disk")} for name, runs in found.items()

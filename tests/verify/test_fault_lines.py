@@ -12,7 +12,7 @@ from paceline.verify.answer import DIFFERENT, SAME, Answer
 from paceline.verify.fault_location import Fault, find_line
 from paceline.verify.trace_diff import ScriptTrace
 
-CORPUS = Path(__file__).parents[1] / "corpus" / "verify"
+CORPUS = Path(__file__).parents[2] / "benchmarks" / "silentdist" / "corpus" / "ported"
 QUICK = ["times-size", "state/clear"]
 
 

@@ -1,4 +1,4 @@
-"""`paceline verify` on scripts that do not use Paceline: those of the doctor's corpus, as they are."""
+"""`paceline verify` on scripts that do not use Paceline: those of benchmarks/silentdist, and others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[1] / "corpus" / "doctor"
+SCRIPTS = Path(__file__).parents[2] / "benchmarks" / "silentdist" / "corpus" / "plain"
 SAME, DIFFERENT, UNKNOWN = 0, 1, 2
 
 # A script -> the exit code, the cause, words of the answer.

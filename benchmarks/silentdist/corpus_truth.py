@@ -1,10 +1,11 @@
 """What is wrong with each script of the corpus, written before its author had seen how verify and doctor judge.
 
-A script whose name starts with ok_ has no fault. Every other one has a single fault; the lines that bear it end in
-`# fault`, and whoever is shown one of these lines is shown the right place.
+`corpus/ported` holds scripts that were written with Paceline, `corpus/plain` torchrun scripts. A script whose name
+starts with ok_ has no fault. Every other script has a single fault. The lines that bear it end in `# fault`: whoever is
+shown one of these lines is shown the right place.
 
-One script was written as faulty and is not, as witness.py showed: ok_weighted_sampler_rank_seed, whose generator is
-seeded with the rank. Paceline's loader gives a sampler the same draws on every rank.
+One script was written as faulty and is not, as truth/witness_ported.py showed: ok_weighted_sampler_rank_seed, whose
+generator is seeded with the rank. Paceline's loader gives a sampler the same draws on every rank.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "corpus"
 MARK = "# fault"
 
 
@@ -33,7 +34,7 @@ class Fault:
 
 
 # Written with Paceline: the model depends on the number of processes.
-VERIFY: dict[str, Fault] = {
+PORTED: dict[str, Fault] = {
     "accumulation_divided_by_hand": Fault(
         "loss scaled by world size",
         "The loss is divided by a number of accumulation steps that depends on the number of processes.",
@@ -208,7 +209,7 @@ VERIFY: dict[str, Fault] = {
 }
 
 # Written for torchrun, without Paceline.
-DOCTOR: dict[str, Fault] = {
+PLAIN: dict[str, Fault] = {
     "accelerate_gather_counts_padding": Fault(
         "padded evaluation", "gather keeps the examples that fill up the last batch.", ("padded_evaluation",)
     ),
@@ -369,7 +370,7 @@ DOCTOR: dict[str, Fault] = {
 }
 
 # A second set, by another author, who had not seen the code of the tools; written with Paceline.
-VERIFY_SECOND: dict[str, Fault] = {
+PORTED_SECOND: dict[str, Fault] = {
     "ctc_per_symbol": Fault(
         "mean of means",
         "The sum of the CTC losses is divided by the number of symbols of the shard.",
@@ -445,7 +446,7 @@ VERIFY_SECOND: dict[str, Fault] = {
 }
 
 # The second set for torchrun, without Paceline.
-DOCTOR_SECOND: dict[str, Fault] = {
+PLAIN_SECOND: dict[str, Fault] = {
     "accelerate_clip_in_accumulate": Fault(
         "clipped before reduction",
         "Gradients are clipped after each micro-batch, while they are partial and each rank's own.",
@@ -539,7 +540,7 @@ DOCTOR_SECOND: dict[str, Fault] = {
 # Healthy scripts of the second set: whoever wrote this set had read neither the tools nor what they said of the first
 # one, and the authors of the tools had not seen it when it was first measured.
 OK_SECOND = {
-    "verify": {
+    "ported": {
         "ok_ctc_stream",
         "ok_maml_sinusoids",
         "ok_moe_balance_gathered",
@@ -549,7 +550,7 @@ OK_SECOND = {
         "ok_r1_lazy_penalty",
         "ok_swa_averaged",
     },
-    "doctor": {
+    "plain": {
         "ok_a2c_bucket",
         "ok_accelerate_schedule",
         "ok_fsdp2_accumulation",
@@ -560,13 +561,13 @@ OK_SECOND = {
         "ok_task_heads_unused",
     },
 }
-TRUTHS = {"verify": VERIFY | VERIFY_SECOND, "doctor": DOCTOR | DOCTOR_SECOND}
-SECOND = {"verify": VERIFY_SECOND.keys() | OK_SECOND["verify"], "doctor": DOCTOR_SECOND.keys() | OK_SECOND["doctor"]}
+TRUTHS = {"ported": PORTED | PORTED_SECOND, "plain": PLAIN | PLAIN_SECOND}
+SECOND = {"ported": PORTED_SECOND.keys() | OK_SECOND["ported"], "plain": PLAIN_SECOND.keys() | OK_SECOND["plain"]}
 
 # What `make conformance PART=ci` runs: each kind of fault once or twice, and healthy scripts that look suspicious. They
 # are quick, need no library, and were judged right when all were measured.
 CORE = {
-    "verify": [
+    "ported": [
         "accumulation_divided_by_hand",
         "barlow_twins_local",
         "detr_num_boxes",
@@ -586,7 +587,7 @@ CORE = {
         "ok_ctc_stream",
         "ok_weighted_sampler_rank_seed",
     ],
-    "doctor": [
+    "plain": [
         "accumulation_not_divided",
         "allreduce_sum_not_divided",
         "buffers_not_broadcast",
@@ -613,9 +614,9 @@ CORE = {
 }
 
 
-def scripts(tool: str) -> list[Path]:
-    """All scripts for a tool ("verify" or "doctor"), faulty and healthy."""
-    return sorted((HERE / tool).glob("*.py"))
+def scripts(part: str) -> list[Path]:
+    """All scripts of a part ("ported" or "plain"), faulty and healthy."""
+    return sorted((HERE / part).glob("*.py"))
 
 
 def fault_of(script: Path) -> Fault | None:

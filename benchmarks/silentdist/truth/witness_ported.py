@@ -1,9 +1,9 @@
-"""Does a script of tests/corpus/verify train the same model on two processes as on one? Without paceline verify.
+"""Does a script of benchmarks/silentdist/corpus/ported train the same model on two processes as on one? Without paceline verify.
 
-    python tests/corpus/witness.py tests/corpus/verify/*.py
+    python benchmarks/silentdist/truth/witness_ported.py benchmarks/silentdist/corpus/ported/*.py
 
 The script runs once alone and once on two processes; the weights and buffers of all that it prepared are compared
-at the end. This is what makes the truths of truth.py more than an opinion: a fault that changes nothing is none.
+at the end. This is what makes the truths of corpus_truth.py more than an opinion: a fault that changes nothing is none.
 """
 
 from __future__ import annotations
