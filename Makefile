@@ -45,7 +45,7 @@ chaos: $(READY)  ## kill processes of trainings at random times, and look at wha
 	@$(BIN)/python -m tests.chaos $(if $(CASE),--case "$(CASE)",--cases $(CASES) --seed $(SEED))
 
 # Needs transformers, accelerate and lightning in the environment.
-silentdist: $(READY)  ## score verify and doctor on 352 scripts, with silent faults or without (4 hours)
+silentdist: $(READY)  ## score verify and doctor on 353 scripts, with silent faults or without (4 hours)
 	@$(BIN)/python benchmarks/silentdist/score.py run
 	@$(BIN)/python benchmarks/silentdist/score.py table
 

@@ -6,6 +6,9 @@ shown one of these lines is shown the right place.
 
 One script was written as faulty and is not, as truth/witness_ported.py showed: ok_weighted_sampler_rank_seed, whose
 generator is seeded with the rank. Paceline's loader gives a sampler the same draws on every rank.
+
+Another was written as healthy and is not, as verify and then truth/trainer_scale.py showed: trainer_scales_classifier.
+Its fault is in transformers 5.23.0. ok_trainer avoids it.
 """
 
 from __future__ import annotations
@@ -524,6 +527,11 @@ PLAIN_SECOND: dict[str, Fault] = {
         "loss not divided",
         "The trainer leaves the division by the accumulation steps to the loss, which does not do it.",
         ("accumulation",),
+    ),
+    "trainer_scales_classifier": Fault(
+        "loss scaled by world size",
+        "The trainer multiplies the loss by the number of processes, since it expects a sum over all tokens.",
+        ("factor", "accumulation"),
     ),
     "webdataset_urls": Fault(
         "data overlap",

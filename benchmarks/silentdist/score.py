@@ -15,7 +15,7 @@ A case is a folder of `cases` with `faulty.py`, its twin `healthy.py`, which dif
 `healthy` holds right scripts that look suspicious; `healthy/scripts.json` names what each follows, why it looks
 suspicious, and its distance from one process.
 
-`corpus` holds 171 scripts that are older than the cases (corpus_truth.py). Of each fault, right causes are listed: for
+`corpus` holds 172 scripts that are older than the cases (corpus_truth.py). Of each fault, right causes are listed: for
 verify in the ported scripts, for doctor in the plain ones. A fault also counts as found if the tool names such a cause
 with another exit code, as doctor does where the model is not changed.
 

@@ -30,8 +30,12 @@ CASES: dict[str, tuple[int, str | None, str]] = {
     "no_sync_always": (DIFFERENT, "backward-lost", "Exit no_sync before the last micro-batch"),
     "nanogpt_no_seed_offset": (DIFFERENT, "same-examples", "all ranks compute the same examples"),
     "init_after_wrap": (DIFFERENT, "ranks-start-apart", "start from different weights"),
+    "clip_loss_gather_no_grad": (DIFFERENT, "no-gradient", "Gathered tensors in the loss have no gradient"),
+    "gan_one_ddp": (DIFFERENT, "not-reduced", "unknown to DDP"),
+    "fixmatch_two_loaders": (DIFFERENT, "same_examples", "by a rule of paceline doctor. The updates are the same"),
+    "all_reduce_on_main_hang": (DIFFERENT, "collectives", "Your run failed: ranks 0, 1 have waited"),
 }
-IN_CI = ("token_mean_of_means",)
+IN_CI = ("token_mean_of_means", "all_reduce_on_main_hang", "ok_join_uneven")
 LIBRARIES = {"ok_accelerate": "accelerate", "ok_fabric": "lightning", "ok_lightning_trainer": "lightning"}
 
 

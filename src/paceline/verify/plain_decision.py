@@ -32,7 +32,7 @@ from paceline.verify.plain_subject import (
     between_updates,
     by_backward,
 )
-from paceline.verify.run_level_answers import disk_notes
+from paceline.verify.run_level_answers import answer_by_doctor, disk_notes
 from paceline.verify.run_record import RunRecord
 from paceline.verify.runs import Runs
 from paceline.verify.tolerances import Difference, Tolerances, norm
@@ -42,6 +42,12 @@ _NOT_COMPARED = {
     *("examples_missed", "same_in_workers", "same_batch", "no_set_epoch", "same_random_numbers", "same_augmentations"),
     *("same_noise", "padded_evaluation", "local_metric", "mean_of_means", "scheduler_steps", "schedule_length"),
     *("lr_scaled_alone", "gradients_dropped", "left_over", "accumulation", "clip_before_unscale"),
+}
+
+# Further causes of paceline doctor that count if the updates are the same: what it watches is more than the updates.
+_BESIDE = {
+    *("same_examples", "weights_differ_at_start", "collectives", "lr_differs", "buffers_differ"),
+    *_NOT_COMPARED.union(DIVERGENCE),
 }
 
 _VAGUE = (None, "unknown", "batch-level", "forward-differs")  # paceline doctor may know more about the cause
@@ -430,19 +436,12 @@ class _PlainComparison:
 
         Doctor watches more updates. If the ranks' weights part, they do so after the compared ones.
         """
-        beyond = _NOT_COMPARED.union(DIVERGENCE, ("lr_differs", "buffers_differ"))
-        faults = [fault for fault in self._faults if fault["cause"] in beyond]
+        faults = [fault for fault in self._faults if fault["cause"] in _BESIDE]
         fault = min(faults, key=lambda fault: fault["cause"] in METRICS, default=None)  # the model comes first
         if fault is None:
             return same
-        where = f"{fault['file']}:{fault['line']}: " if fault["file"] else ""
-        text = (
-            f"different, by a rule of paceline doctor. The updates are {same.claims[0].text}\n"
-            f"Cause, by paceline doctor: {where}{fault['title']}. {fault['evidence']}.\nRemedy: {fault['remedy']}"
-        )
-        answer = Answer(DIFFERENT, [Claim(text, same.claims[0].runs)], steps=same.steps, cause=fault["cause"])
-        answer.remedy, answer.file, answer.line = fault["remedy"], fault["file"], fault["line"]
-        answer.beside, answer.notes = fault["beside"], same.notes
+        answer = answer_by_doctor(fault, f"The updates are {same.claims[0].text}", same.claims[0].runs)
+        answer.steps, answer.notes = same.steps, same.notes
         return answer
 
     def _located(self, answer: Answer) -> Answer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
@@ -166,14 +167,18 @@ class SubjectRun:
         return found if all(found) else None
 
     def averages_weights(self) -> bool:
-        """Whether ranks that held different weights after an update have equal weights before a later one."""
-        apart = False
+        """Whether a weight that differed between the ranks after an update is equal before a later update of it."""
+        apart: set[str] = set()
         for step in range(self._ours.steps):
             records = self._ours.step_records(step)
-            if apart and all(record["before"] == records[0]["before"] for record in records):
+            if any(_alike(records, "before", name) for name in apart & records[0]["before"].keys()):
                 return True
-            apart = any(record["after"] != records[0]["after"] for record in records)
+            apart = {name for name in records[0]["after"] if not _alike(records, "after", name)}
         return False
+
+
+def _alike(records: Sequence[dict[str, Any]], when: str, name: str) -> bool:
+    return all(record[when].get(name) == records[0][when][name] for record in records)
 
 
 def _differ(one: list[dict[str, Tensor]], other: list[dict[str, Tensor]]) -> bool:

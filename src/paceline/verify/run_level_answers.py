@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import glob
 import os
+from typing import Any
 
+from paceline.doctor.rules import DIVERGENCE
+from paceline.observe.update_order import read_order
 from paceline.verify.answer import DIFFERENT, UNKNOWN, Answer, Claim, answer_different, claim_from, claim_without
 from paceline.verify.cause_rules import overflow
 from paceline.verify.rank_disagreement import cause_from_failed_ranks
 from paceline.verify.run_record import RunRecord
-from paceline.verify.runs import SINGLE, Runs
+from paceline.verify.runs import SINGLE, SUBJECT, Runs
 from paceline.verify.tolerances import Difference
 
 _ERRORS = {  # words of an error that Paceline raises for a fault -> the key of the cause
@@ -46,10 +49,29 @@ def answer_for_failed_run(runs: Runs, why: str) -> Answer:
         return answer
     if "NonFiniteError" in why and (overflown := _of_an_overflow(runs, why)) is not None:
         return overflown
-    if not records:
-        why += f". {no_run()}"
+    folder = runs.folder(SUBJECT)
+    if any(read_order(folder, rank) for rank in range(runs.start.processes)):  # a script for torchrun, that trained
+        fault = next((one for one in runs.find_faults() if one["cause"] in (*DIVERGENCE, "collectives")), None)
+        if fault is not None:
+            runs.recorded.add(SUBJECT)
+            return answer_by_doctor(fault, f"Your run failed: {why}", (SUBJECT,))
+    elif not records:
+        why = f"{why.rstrip('.')}. {no_run()}"
     key = next((key for words, key in _ERRORS.items() if words in why), None)
     return Answer(UNKNOWN, [Claim(f"could not tell: your run failed: {why}")], cause=key)
+
+
+def answer_by_doctor(fault: dict[str, Any], before: str, runs: tuple[str, ...]) -> Answer:
+    """The answer for a fault that `paceline doctor` has found. before: what the runs of verify showed."""
+    where = f"{fault['file']}:{fault['line']}: " if fault["file"] else ""
+    text = (
+        f"different, by a rule of paceline doctor. {before}\n"
+        f"Cause, by paceline doctor: {where}{fault['title']}. {fault['evidence']}.\nRemedy: {fault['remedy']}"
+    )
+    answer = Answer(DIFFERENT, [Claim(text, runs)], cause=fault["cause"])
+    answer.remedy, answer.file, answer.line = fault["remedy"], fault["file"], fault["line"]
+    answer.beside = fault["beside"]
+    return answer
 
 
 def no_run() -> str:

@@ -32,6 +32,7 @@ def main():
         output_dir=tempfile.mkdtemp(),
         per_device_train_batch_size=8,
         gradient_accumulation_steps=2,
+        average_tokens_across_devices=False,
         num_train_epochs=2,
         eval_strategy="epoch",
         use_cpu=True,

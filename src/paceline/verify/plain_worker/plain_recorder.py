@@ -146,7 +146,10 @@ class PlainRecorder:
         self._depth = 0  # nested calls of optimizers' `step`
         self._precision = "fp32"
         self._problem = ""  # why the runs cannot be compared
-        self._last = spec.steps  # the number of updates to record
+        # the number of updates to record: in another run, as many as all ranks of the subject run have recorded
+        self._last = min([spec.steps, *(max(1, len(record["steps"])) for record in self._subject)])
+        self._joins = 0  # the number of Join contexts that are open
+        self._waits_for_join = False  # whether all updates are recorded, and other ranks still need this one
         self._rates: list[list[float]] = []  # the learning rates that this run computed itself
         self._pid = os.getpid()
         self._written = False
@@ -193,7 +196,8 @@ class PlainRecorder:
         )
 
     def _is_active(self) -> bool:
-        return os.getpid() == self._pid and not self._written and PORTED not in sys.modules
+        ended = self._written or self._waits_for_join
+        return os.getpid() == self._pid and not ended and PORTED not in sys.modules
 
     def _install(self) -> None:
         register_module_forward_pre_hook(self._before_forward)  # type: ignore[arg-type]  # it may return arguments
@@ -212,11 +216,40 @@ class PlainRecorder:
             self._order = UpdateOrder(self._spec.directory, self._rank)
             for name in _OF_ALL:
                 self._patches.before(torch.distributed, name, self._count_collective)
-            self._patches.before(Join, "__enter__", lambda _: self._add_to_order(JOIN))
+            self._patches.wrap(Join, "__enter__", self._wrap_join)
+            self._patches.wrap(Join, "__exit__", self._wrap_end_of_join)
         if not self._spec.is_subject and self._spec.only_shard is None and not self._spec.separate_batches:
             norm_of_each_rank(self._patches, lambda: self.draws.sizes)
 
     # --- collectives
+
+    def _wrap_join(self, original: Any) -> Any:
+        def enter(join: Any) -> Any:
+            if self._is_active():
+                self._add_to_order(JOIN)
+            self._joins += 1
+            return original(join)
+
+        return enter
+
+    def _wrap_end_of_join(self, original: Any) -> Any:
+        """Within Join, ranks make different numbers of updates, and need each other until its end. They end there if
+        one of them has recorded its updates, or if from now on their updates do not have the same numbers."""
+
+        def leave(join: Any, *error: Any) -> Any:
+            result = original(join, *error)
+            self._joins -= 1
+            if not self._joins and os.getpid() == self._pid and error[:1] == (None,):
+                made = [(0, False)] * torch.distributed.get_world_size()
+                torch.distributed.all_gather_object(made, (len(self._steps), self._waits_for_join))
+                fewest = min(steps for steps, _ in made)
+                if any(waits or steps != fewest for steps, waits in made):
+                    self._steps, self._waits_for_join = self._steps[:fewest], False
+                    self.finish()
+                    raise TrialEnded(0)
+            return result
+
+        return leave
 
     def _trained_parameters(self) -> list[Tensor]:
         return [tensor for tensor in self._trained.tensors().values() if tensor.requires_grad]
@@ -385,7 +418,7 @@ class PlainRecorder:
 
     def _note_local(self, name: str, grad: Tensor) -> None:
         """Keep what the current backward adds to a gradient. The hook runs before the ranks' gradients are reduced."""
-        if not self._is_active() or not self._backwards or grad.layout is not torch.strided:
+        if not self._is_active() or not self._backwards or grad is None or grad.layout is not torch.strided:
             return
         with self.draws.suspended():
             value = sketch(grad.detach())
@@ -566,6 +599,9 @@ class PlainRecorder:
         self._places.lines, self._losses, self._norm, self._before_clipping = {}, [], None, {}
         if len(self._steps) >= self._last:
             self._loaders.recording = False
+            if self._joins:
+                self._waits_for_join = True
+                return
             self.finish()
             raise TrialEnded(0)
 
