@@ -44,7 +44,7 @@ _NOT_COMPARED = {
     *("lr_scaled_alone", "gradients_dropped", "left_over", "accumulation", "clip_before_unscale"),
 }
 
-# Further causes of paceline doctor that count if the updates are the same: what it watches is more than the updates.
+# Further causes of paceline doctor that count if the updates are the same: it watches more than the updates.
 _BESIDE = {
     *("same_examples", "weights_differ_at_start", "collectives", "lr_differs", "buffers_differ"),
     *_NOT_COMPARED.union(DIVERGENCE),

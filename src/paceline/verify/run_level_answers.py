@@ -62,7 +62,7 @@ def answer_for_failed_run(runs: Runs, why: str) -> Answer:
 
 
 def answer_by_doctor(fault: dict[str, Any], before: str, runs: tuple[str, ...]) -> Answer:
-    """The answer for a fault that `paceline doctor` has found. before: what the runs of verify showed."""
+    """The answer for a fault that `paceline doctor` has found. before: a sentence of verify about its runs."""
     where = f"{fault['file']}:{fault['line']}: " if fault["file"] else ""
     text = (
         f"different, by a rule of paceline doctor. {before}\n"

@@ -51,6 +51,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as optim
 
 from paceline.comm.dtensor import is_sharded
+from paceline.comm.mesh import world_group
 from paceline.observe.digests import SOME, digest, tensors_in
 from paceline.observe.graph_lines import GraphLines
 from paceline.observe.patching import Patches
@@ -240,8 +241,7 @@ class PlainRecorder:
             result = original(join, *error)
             self._joins -= 1
             if not self._joins and os.getpid() == self._pid and error[:1] == (None,):
-                made = [(0, False)] * torch.distributed.get_world_size()
-                torch.distributed.all_gather_object(made, (len(self._steps), self._waits_for_join))
+                made = world_group().gather((len(self._steps), self._waits_for_join))
                 fewest = min(steps for steps, _ in made)
                 if any(waits or steps != fewest for steps, waits in made):
                     self._steps, self._waits_for_join = self._steps[:fewest], False
