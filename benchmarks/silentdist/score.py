@@ -133,7 +133,7 @@ def judge(tool: str, script: Path, steps: int | None) -> dict[str, Any]:
                 [*line, "--json", str(answer), str(script)], capture_output=True, text=True, cwd=folder, timeout=SECONDS
             )
         except subprocess.TimeoutExpired:
-            return {"code": None, "causes": [], "lines": [], "seconds": SECONDS, "text": "not done"}
+            return {"code": None, **named(tool, {}, script), "seconds": SECONDS, "text": "not done"}
         seconds = round(time.monotonic() - began, 1)
         found = json.loads(answer.read_text()) if answer.exists() else {}
     return {
@@ -164,7 +164,7 @@ def lines_of(answer: dict[str, Any], script: Path) -> list[int]:
     """The lines of the script that an answer names: one, or two."""
     beside, _, line = (answer["beside"] or "").rpartition(":")
     named = [(answer["file"] or "", answer["line"]), (beside, line)]
-    return [int(line) for file, line in named if Path(file).name == script.name]
+    return [int(line) for file, line in named if line and Path(file).name == script.name]
 
 
 def suspicious(only: list[str]) -> Iterator[Path]:

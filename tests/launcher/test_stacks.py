@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -217,6 +218,26 @@ def test_the_thread_ends_when_it_is_told_to() -> None:
     thread.join(DEADLINE_SECONDS)
     assert received == [None]
     inbox.close()
+
+
+def test_a_default_timeout_of_the_script_does_not_end_the_thread() -> None:
+    """A forked child makes its socket when the script has set it."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(0.001)
+    try:
+        name = f"\0paceline-test-timeout-{os.getpid()}".encode()
+        inbox, asking, received = stack_thread._Inbox(name), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM), []
+    finally:
+        socket.setdefaulttimeout(before)
+    thread = threading.Thread(target=lambda: received.append(inbox.receive(lambda: None)), daemon=True)
+    thread.start()
+    time.sleep(0.1)  # a thread that had this timeout has ended by now
+    asking.bind("")  # the receiver wants an address to answer to
+    asking.sendto(b"?", name)
+    thread.join(DEADLINE_SECONDS)
+    asking.close()
+    inbox.close()
+    assert [question for question, _ in received] == [b"?"]
 
 
 def test_a_script_does_not_see_the_thread_and_ends_as_ever(tmp_path: Path) -> None:

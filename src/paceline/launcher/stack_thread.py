@@ -87,7 +87,9 @@ class _Inbox:
         self._stat = os.fstat(self._socket.fileno())
         self._socket.bind(address)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        # Not settimeout: after `shutdown`, a non-blocking datagram socket never has an end, and Python waits in a loop.
+        # Python's timeout, also a default that the script sets, would make the socket non-blocking. After `shutdown`,
+        # such a datagram socket has no end, and Python waits in a loop.
+        self._socket.settimeout(None)
         for limit in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, limit, struct.pack("@ll", _LOOK_SECONDS, 0))
 

@@ -51,7 +51,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as optim
 
 from paceline.comm.dtensor import is_sharded
-from paceline.comm.mesh import world_group
+from paceline.comm.mesh import group_of
 from paceline.observe.digests import SOME, digest, tensors_in
 from paceline.observe.graph_lines import GraphLines
 from paceline.observe.patching import Patches
@@ -150,6 +150,7 @@ class PlainRecorder:
         # the number of updates to record: in another run, as many as all ranks of the subject run have recorded
         self._last = min([spec.steps, *(max(1, len(record["steps"])) for record in self._subject)])
         self._joins = 0  # the number of Join contexts that are open
+        self._join_group: Any = None  # the processes that need each other until the end of the last Join
         self._waits_for_join = False  # whether all updates are recorded, and other ranks still need this one
         self._rates: list[list[float]] = []  # the learning rates that this run computed itself
         self._pid = os.getpid()
@@ -217,12 +218,20 @@ class PlainRecorder:
             self._order = UpdateOrder(self._spec.directory, self._rank)
             for name in _OF_ALL:
                 self._patches.before(torch.distributed, name, self._count_collective)
+            self._patches.wrap(Join, "__init__", self._wrap_making_of_join)
             self._patches.wrap(Join, "__enter__", self._wrap_join)
             self._patches.wrap(Join, "__exit__", self._wrap_end_of_join)
         if not self._spec.is_subject and self._spec.only_shard is None and not self._spec.separate_batches:
             norm_of_each_rank(self._patches, lambda: self.draws.sizes)
 
     # --- collectives
+
+    def _wrap_making_of_join(self, original: Any) -> Any:
+        def init(join: Any, joinables: Any, *args: Any, **options: Any) -> None:
+            original(join, joinables, *args, **options)
+            self._join_group = joinables[0].join_process_group
+
+        return init
 
     def _wrap_join(self, original: Any) -> Any:
         def enter(join: Any) -> Any:
@@ -241,7 +250,7 @@ class PlainRecorder:
             result = original(join, *error)
             self._joins -= 1
             if not self._joins and os.getpid() == self._pid and error[:1] == (None,):
-                made = world_group().gather((len(self._steps), self._waits_for_join))
+                made = group_of(self._join_group).gather((len(self._steps), self._waits_for_join))
                 fewest = min(steps for steps, _ in made)
                 if any(waits or steps != fewest for steps, waits in made):
                     self._steps, self._waits_for_join = self._steps[:fewest], False

@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import shutil
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,12 +67,11 @@ def disk_space(folder: str) -> int:
 
 def first_value(path: str, value: int) -> int:
     """The value that the first of several processes gave for this file. It decides for all of them."""
-    own = f"{path}.{os.getpid()}"
-    Path(own).write_text(str(value))
-    with contextlib.suppress(FileExistsError):
-        os.link(own, path)  # atomic, and the file is whole
-    os.remove(own)
-    return int(Path(path).read_text())
+    with contextlib.suppress(FileExistsError), open(path, "x") as file:
+        file.write(f"{value}\n")
+    while not (text := Path(path).read_text()).endswith("\n"):  # the first has made the file, and not written it yet
+        time.sleep(0.001)
+    return int(text)
 
 
 def save_state(state: Mapping[str, Any], path: str) -> None:
