@@ -247,9 +247,8 @@ class Agent(SimpleElasticAgent):
         ours = None if problem or not any(ending.failed for ending in seen) else report.cause(seen)
         if ours is not None and (elsewhere is None or not ours.consequence):
             text, consequence = report.headline(ours), ours.consequence
-            files = {rank: self._error_file(rank) for rank in self._ranks}
-            samples = sample_stacks(files, self._running()) if ours.in_collective else {}
-            where = {rank: str(sample) for rank, sample in samples.items() if sample.in_script}
+            where = self._where_others_are() if ours.in_collective else {}
+            seen = [*self._endings.values(), *self._leaving()]
             stopped = endings.stopped_in_words(self._running(), self._role) if consequence else ""
             self.report = stopped + report.describe(seen, self._output.last_lines(ours.rank), where)
             self.exit_code = report.exit_code(ours)
@@ -276,6 +275,21 @@ class Agent(SimpleElasticAgent):
             self._restarts = again
         failed = {e.rank: ProcessFailure(e.rank - self._ranks[0], 0, e.code or 1, "") for e in seen if e.failed}
         return RunResult(WorkerState.FAILED, failures=failed)
+
+    def _where_others_are(self) -> dict[int, str]:
+        """Return rank -> current line of its script, for the ranks that have not ended.
+
+        The loss of a rank may have ended the scripts of other ranks. Such a rank has left its script, but it may not
+        have recorded its exception yet. Wait for the record, up to SETTLE_SECONDS.
+        """
+        deadline = time.monotonic() + SETTLE_SECONDS
+        while True:
+            running = self._running()
+            samples = sample_stacks({rank: self._error_file(rank) for rank in running}, running)
+            if all(sample.in_script for sample in samples.values()) or time.monotonic() > deadline:
+                return {rank: str(sample) for rank, sample in samples.items() if sample.in_script}
+            time.sleep(self._plan.monitor_seconds)
+            self._poll_workers(patience=0.0)
 
     def _after_failure(self) -> Restarts | None:
         """Return the state of the restart policy for the next start, or None if the run ends."""
