@@ -41,8 +41,10 @@ import pathlib
 import struct
 import types
 import uuid
+from abc import abstractmethod
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,7 +62,7 @@ MOST_BRACKETS = 8_000_000  # limit on lists and objects in a saved state's JSON;
 _CHUNK_BYTES = 2**24
 DEEPEST = 100  # levels; one level may take three levels of JSON, and Python's recursion limit is 1,000
 
-_NATIVE_DTYPES = {  # every safetensors release since 0.4 can read these
+NATIVE_DTYPES = {  # every safetensors release since 0.4 can read these
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
@@ -68,6 +70,25 @@ _NATIVE_DTYPES = {  # every safetensors release since 0.4 can read these
 _NATIVE_NUMPY = {"f8", "f4", "f2", "i8", "i4", "i2", "i1", "u1", "b1"}
 _NUMPY_KINDS = "biufcmMSU"  # numbers, times and fixed-length strings: bytes with a dtype, no Python objects
 _FACTORIES: dict[str, type] = {t.__name__: t for t in (bool, dict, float, int, list, set, str, tuple)}
+
+
+@dataclass(frozen=True)
+class TensorApart:
+    """Stands in a state for a tensor whose values are stored apart from the document and its tensors.
+
+    Attributes:
+        meta: the tensor on "meta", with its shape, strides and one of NATIVE_DTYPES.
+    """
+
+    meta: Tensor
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """The tensors of a document that are read only when they are needed."""
+
+    @abstractmethod
+    def lazy(self, name: str, strides: list[int] | None) -> Any:
+        """Return what `decode` puts in place of a tensor. strides: of a permuted memory order, or None."""
 
 
 class Unreadable(ValueError):
@@ -90,7 +111,15 @@ def encode(tree: Any, what: str = "the state", *, sent: bool = False) -> tuple[J
         UsageError: the same, if `sent`.
     """
     encoder = _Encoder(what, sent)
-    return encoder.node(tree, ()), encoder.tensors
+    document = encoder.node(tree, ())
+    assert not encoder.apart, "call encode_apart"
+    return document, encoder.tensors
+
+
+def encode_apart(tree: Any, what: str) -> tuple[Json, dict[str, Tensor], dict[str, TensorApart]]:
+    """Encode a tree for a file, as `encode` does. Its TensorAparts are returned by name, and get no tensors."""
+    encoder = _Encoder(what, sent=False)
+    return encoder.node(tree, ()), encoder.tensors, encoder.apart
 
 
 def decode(document: Json, tensors: Mapping[str, Tensor]) -> Any:
@@ -149,6 +178,23 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
+def native_dtype(name: str) -> torch.dtype:
+    """The dtype of this name, such as "float32". Raises ValueError if it is not one of NATIVE_DTYPES."""
+    found = _dtype(name)
+    if found not in NATIVE_DTYPES:
+        raise ValueError(f"{name} is not a dtype of a file of tensors")
+    return found
+
+
+def empty(shape: Sequence[int], strides: list[int] | None, dtype: torch.dtype) -> Tensor:
+    """A tensor with undefined values and, if given, a permuted memory order."""
+    if strides is None:
+        return torch.empty(shape, dtype=dtype)
+    if not _is_dense(shape, strides):  # otherwise a few bytes could request any amount of memory
+        raise ValueError(f"strides {strides} for the shape {list(shape)}")
+    return torch.empty_strided(shape, strides, dtype=dtype)
+
+
 def decode_saved(document: Json, tensors: Mapping[str, Tensor], what: str) -> Any:
     """Decode a checkpoint's document. Raises CheckpointError, with `what` as the checkpoint's name."""
     with _of_checkpoint(what):
@@ -178,6 +224,7 @@ class _Encoder:
     def __init__(self, what: str, sent: bool) -> None:
         self.what, self.sent = what, sent
         self.tensors: dict[str, Tensor] = {}
+        self.apart: dict[str, TensorApart] = {}
         self._open: set[int] = set()  # ids of the containers being encoded; a cycle reaches one of them again
         self._brackets = 0  # upper bound on the lists and objects in the JSON so far
         self._hashed = 0  # > 0 in dict keys and set members, where tensors are compared by identity, not value
@@ -199,6 +246,10 @@ class _Encoder:
             return {MARK: "float", "hex": struct.pack("<d", value).hex()}
         if kind is Tensor or kind is torch.nn.Parameter:
             return self._tensor(value, path)
+        if isinstance(value, TensorApart):
+            strides = _permuted_strides(value.meta)
+            self.apart[name := self._name(path)] = value
+            return {MARK: "tensor", **({"strides": strides} if strides else {}), "name": name}
         if kind is np.ndarray and value.dtype.kind in _NUMPY_KINDS:
             return self._array(value, path)
         if isinstance(value, np.generic) and value.dtype.kind in _NUMPY_KINDS:
@@ -286,7 +337,7 @@ class _Encoder:
         if value.is_complex():
             node["dtype"] = _dtype_name(value.dtype)
             value = torch.view_as_real(value.resolve_conj())
-        elif value.dtype not in _NATIVE_DTYPES:
+        elif value.dtype not in NATIVE_DTYPES:
             node.update(dtype=_dtype_name(value.dtype), shape=list(value.shape))
             value = value.contiguous().reshape(-1).view(torch.uint8)
         node["name"] = self._add_tensor(value, path)
@@ -302,14 +353,18 @@ class _Encoder:
         return node
 
     def _add_tensor(self, tensor: Tensor, path: tuple[Any, ...]) -> str:
-        """Store a tensor. Return its name: its path, unique, and valid in safetensors and UTF-8."""
+        """Store a tensor, and return its name."""
+        self.tensors[name := self._name(path)] = tensor
+        return name
+
+    def _name(self, path: tuple[Any, ...]) -> str:
+        """The name of a tensor: its path, unique, and valid in safetensors and UTF-8."""
         joined = "/".join(part if isinstance(part, str) else str(part) for part in path)
         joined = joined.encode("utf-8", "backslashreplace").decode()
         name, number = joined, 1
-        while name in self.tensors or name == "__metadata__":  # reserved by safetensors
+        while name in self.tensors or name in self.apart or name == "__metadata__":  # reserved by safetensors
             number += 1
             name = f"{joined}#{number}"
-        self.tensors[name] = tensor
         return name
 
     def _refuse(self, path: tuple[Any, ...], described: str, remedy: str) -> CheckpointError | UsageError:
@@ -406,17 +461,16 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _tensor(node: Json, tensors: Mapping[str, Tensor]) -> Tensor:
+def _tensor(node: Json, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(tensors, LazyTensors) and "dtype" not in node:
+        return tensors.lazy(node["name"], node.get("strides"))
     value = tensors[node["name"]]
     if "shape" in node:
         value = value.view(_dtype(node["dtype"])).reshape(node["shape"])
     elif "dtype" in node:
         value = value.view(_dtype(node["dtype"])).squeeze(-1)  # view_as_complex supports fewer dtypes
     if "strides" in node:
-        if not _is_dense(value.shape, node["strides"]):  # otherwise a few bytes could request any amount of memory
-            raise ValueError(f"strides {node['strides']} for the shape {list(value.shape)}")
-        ordered = torch.empty_strided(value.shape, node["strides"], dtype=value.dtype)
-        value = ordered.copy_(value)
+        value = empty(value.shape, node["strides"], value.dtype).copy_(value)
     return value
 
 

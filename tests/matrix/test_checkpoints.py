@@ -69,9 +69,22 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """The tensors of model and optimizer, put together from the files by what is documented of their format."""
     (newest,) = [path for path in checkpoint.iterdir() if path.name.startswith("step-")]
-    names = ("model_0.safetensors", "optimizer_0.safetensors")
-    return {f"{name}: {key}": value for name in names for key, value in load_file(newest / name).items()}
+    found = {
+        f"{part}/{key}": value
+        for part in ("model_0", "optimizer_0")
+        if (file := newest / f"{part}.safetensors").exists()
+        for key, value in load_file(file).items()
+    }
+    for index in sorted(newest.glob("slices-*.json")):
+        file = index.with_suffix(".safetensors")
+        blocks = load_file(file) if file.exists() else {}
+        for key, one in json.loads(index.read_text())["tensors"].items():
+            whole = found.setdefault(key, torch.full(one["shape"], torch.nan, dtype=getattr(torch, one["dtype"])))
+            for number, (offset, shape) in enumerate(one["blocks"]):
+                whole[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))] = blocks[f"{number}/{key}"]
+    return found
 
 
 def scalars(checkpoint: Path) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.group import Group, buckets
-from paceline.comm.mesh import world_group
+from paceline.comm.mesh import Mesh, world_group
 from paceline.torch_private.core import foreach_copy_
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -65,27 +65,84 @@ def sharded_like(own: Tensor, whole: Tensor) -> Tensor:
     """A copy of `whole`, sharded like `own`; replicated if its shape differs."""
     from torch.distributed.tensor import DTensor, Replicate
 
+    if whole.shape == own.shape and is_cut(own):
+        made = empty_like(own, whole.dtype)
+        local(made).copy_(_part(own, whole.detach()))
+        return made
+    mesh: Any = own.device_mesh  # type: ignore[attr-defined]
+    stride = own.stride() if whole.shape == own.shape else whole.stride()
+    part, placements = whole.detach().to(local(own).device, copy=True), [Replicate()] * mesh.ndim
+    whole_everywhere: Tensor = DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=whole.shape, stride=stride
+    )
+    return whole_everywhere
+
+
+def empty_like(own: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new tensor of this dtype, sharded like `own`, with undefined values."""
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
+    part = torch.empty_like(local(own), dtype=dtype)
+    made: Tensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=own.shape, stride=own.stride())
+    return made
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether this is a sharded tensor whose parts differ between processes, not a replicated one."""
+    return is_sharded(tensor) and not all(
+        placement.is_replicate()
+        for placement in tensor.placements  # type: ignore[attr-defined]
+    )
+
+
+def is_first_copy(tensor: Tensor, mesh: Mesh) -> bool:
+    """Whether this process is the first of all processes that have the same part of a sharded tensor."""
+    names = tensor.device_mesh.mesh_dim_names  # type: ignore[attr-defined]
+    cut = {
+        name
+        for name, placement in zip(names, tensor.placements, strict=True)  # type: ignore[attr-defined]
+        if not placement.is_replicate()
+    }
+    return all(coordinate == 0 for name, coordinate in mesh.coordinates.items() if name not in cut)
+
+
+def runs_of(tensor: Tensor, dim: int) -> list[tuple[int, int, int]]:
+    """The indices along one dimension of a sharded tensor that this process has.
+
+    Returns runs of consecutive indices: (the first index in the whole tensor, the first in the local tensor, length).
+    """
+    shape = [1] * tensor.dim()
+    shape[dim] = -1
+    indices = _part(tensor, torch.arange(tensor.size(dim)).view(shape), dim).flatten()
+    if not len(indices):
+        return []
+    starts = [0, *((indices.diff() != 1).nonzero().flatten() + 1).tolist()]
+    return [
+        (int(indices[start]), start, end - start)
+        for start, end in zip(starts, [*starts[1:], len(indices)], strict=True)
+    ]
+
+
+def _part(own: Tensor, whole: Tensor, only: int | None = None) -> Tensor:
+    """The part of `whole` that this process has of a tensor sharded like `own`. A view if possible.
+
+    only: cut along this dimension of the tensor only.
+    """
     from paceline.torch_private.distributed_tensor import part_of
 
     mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
-    part, alike = whole.detach(), whole.shape == own.shape
-    if alike and not all(placement.is_replicate() for placement in placements):
-        # If several mesh dimensions shard one tensor dimension, the last was applied first: `tensor`, then `shard`.
-        for dim in reversed(range(mesh.ndim)):
-            placement, size, rank = placements[dim], mesh.size(dim), mesh.get_local_rank(dim)
-            if placement.is_replicate():
-                continue
-            if dim == mesh.ndim - 1:  # also handles q, k and v in one tensor, each sharded separately
-                part = part_of(part, placement, size, rank)
-            else:
-                first, last = rows_of(part.size(placement.dim), rank, size)
-                part = part.narrow(placement.dim, first, last - first)
-        part = torch.empty_like(local(own), dtype=whole.dtype).copy_(part)
-    else:
-        part, placements = part.to(local(own).device, copy=True), [Replicate()] * mesh.ndim
-    stride = own.stride() if alike else whole.stride()
-    made: Tensor = DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=stride)
-    return made
+    # If several mesh dimensions shard one tensor dimension, the last was applied first: `tensor`, then `shard`.
+    for dim in reversed(range(mesh.ndim)):
+        placement, size, rank = placements[dim], mesh.size(dim), mesh.get_local_rank(dim)
+        if placement.is_replicate() or (only is not None and placement.dim != only):
+            continue
+        if dim == mesh.ndim - 1:  # also handles q, k and v in one tensor, each sharded separately
+            whole = part_of(whole, placement, size, rank)
+        else:
+            first, last = rows_of(whole.size(placement.dim), rank, size)
+            whole = whole.narrow(placement.dim, first, last - first)
+    return whole
 
 
 def gather_rows(tensors: Iterable[Tensor], group: Group) -> None:

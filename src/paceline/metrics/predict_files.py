@@ -38,7 +38,7 @@ from paceline.data.loader import Loader
 from paceline.errors import CheckpointError, PacelineError, SettingError, UsageError
 from paceline.metrics.predict import TENSOR, flatten
 from paceline.state.atomic import contents, explained, make_directory, write_whole
-from paceline.state.checkpoint import save_tensors
+from paceline.state.snapshot import save_tensors
 from paceline.step.precision import to_fp32
 
 INDEX, UNFINISHED = "index.json", "unfinished.json"

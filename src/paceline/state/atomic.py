@@ -186,6 +186,15 @@ def explained(what: str, path: Path) -> Iterator[None]:
         raise CheckpointError(f"{what} {path}: {reason}. {_remedy(path, number)}") from error
 
 
+@contextlib.contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """Convert an error, raised while an intact file is interpreted, into a CheckpointError that names the file."""
+    try:
+        yield
+    except (SafetensorError, LookupError, TypeError, ValueError, AttributeError, MemoryError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. Use another checkpoint.") from error
+
+
 def contents(path: Path, most: int = 8) -> str:
     """The names in a directory, for a message: "a, b, c and 12 more"."""
     names = sorted(name for name in os.listdir(path) if not name.startswith("."))

@@ -5,6 +5,7 @@
         model.safetensors    the tensors of the part "model"
         model.json           the rest of that part (plain_state.py)
         ...                  the other parts
+        slices-00003.*       the parts of tensors that rank 3 has, if the strategy shards tensors (slice_files.py)
         manifest.json        size and sha256 of every file, written last (manifest.py)
       latest                 the name of the newest checkpoint, for people and other programs
 
@@ -15,7 +16,8 @@
     3. Replace the pointer `latest`. Remove checkpoints that are neither among the newest nor among the best.
 `find` trusts no name and no pointer: it checks all hashes, returns the newest intact checkpoint, and reports damage.
 
-Only rank 0 calls this module. Several writers in one directory are safe, but folder_lock.py normally prevents them.
+Only rank 0 calls this module; other ranks write and read slices (sharded_save.py). Several writers in one
+directory are safe, but folder_lock.py normally prevents them.
 """
 
 from __future__ import annotations
@@ -27,22 +29,23 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 from torch import Tensor
 
 from paceline import plain_state
 from paceline.errors import CheckpointError, SettingError, suggest, warn
 from paceline.state import manifest as manifests
+from paceline.state import slice_files
 from paceline.state.atomic import (
     contents,
+    damaged,
     explained,
     make_directory,
     nearest,
@@ -54,9 +57,10 @@ from paceline.state.atomic import (
 from paceline.state.helper_threads import HelperThreads
 from paceline.state.manifest import DIRECTORY, Damage, Entry, Manifest
 from paceline.state.plain_files import hash_of, open_plain
-from paceline.state.snapshot import SnapshotBuffers, on_host
+from paceline.state.snapshot import SnapshotBuffers, save_tensors
 
 POINTER = "latest"
+CANNOT_SAVE = "A checkpoint could not be saved to"
 CANNOT_EXPORT = "The model could not be exported to"
 
 _saved_to: dict[str, tuple[int, int]] = {}  # path of a directory -> its device and inode at the last save
@@ -152,6 +156,76 @@ def encode_parts(parts: Mapping[str, Any], buffers: SnapshotBuffers | None = Non
     }
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written, in a scratch directory.
+
+    Attributes:
+        root: the directory of checkpoints.
+        folder: the directory for the new checkpoint's files.
+        step: the step of the checkpoint.
+        earlier: the checkpoints in the directory.
+    """
+
+    root: Path
+    folder: Path
+    step: int
+    earlier: list[_Candidate]
+
+    def commit(
+        self,
+        parts: Mapping[str, Any],
+        *,
+        retention: Retention = Retention(),
+        meta: Mapping[str, Any] | None = None,
+        slices: Mapping[str, Entry] | None = None,
+    ) -> Path:
+        """Write rank 0's files, and make the checkpoint valid. Arguments, result and errors as for `write`.
+
+        slices: the files that ranks have written into the folder (slice_files.py), or None.
+        """
+        encoded = encode_parts(parts)
+        _check_names(encoded)
+        scored = {} if retention.score is None else {_SCORE: float(retention.score)}
+        document, tensors = plain_state.encode({**(meta or {}), **scored}, "checkpoint meta")
+        if tensors:
+            raise CheckpointError(f"checkpoint meta holds the tensor {next(iter(tensors))!r}. Put it into a part.")
+        with explained(CANNOT_SAVE, self.root):
+            serial = 1 + max((one.manifest.serial for one in self.earlier if one.manifest), default=0)
+            format = manifests.FORMAT if slices is None else manifests.SLICED
+            _write_files(self.folder, encoded, Manifest(self.step, serial, document, dict(slices or {}), format))
+            final = _give_name(self.folder, self.root, self.step, self.earlier)
+            sync(self.root)
+            with _only_warned(f"The checkpoint {final} is saved, but tidying up after it failed"):
+                _replace_pointer(self.root, final.name, self.folder.parent)
+                if retention.keep is not None:
+                    _prune(self.root, retention, final, self.folder.parent)
+        return final
+
+
+@contextmanager
+def draft(directory: str | os.PathLike[str], step: int) -> Iterator[Draft]:
+    """A context for writing a checkpoint, until its `commit`. Without a commit, nothing of it remains.
+
+    Raises CheckpointError if the directory cannot be written.
+    """
+    assert step >= 0, step
+    root = Path(directory)
+    with explained(CANNOT_SAVE, root):
+        if root.exists() and not root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, not a directory")
+        if DIRECTORY.fullmatch(root.name):
+            raise FileExistsError(errno.EEXIST, "this is the name of one checkpoint; give the directory above it")
+        make_directory(root)
+        _notice_another(root)
+        remove_debris(root)
+        earlier = _checkpoints_in(root)
+        with scratch(root, f"step-{step:08d}") as temporary:
+            built = temporary / "checkpoint"
+            built.mkdir()
+            yield Draft(root, built, step, earlier)
+
+
 def write(
     directory: str | os.PathLike[str],
     *,
@@ -174,41 +248,19 @@ def write(
             not a directory). Older checkpoints and the pointer are unchanged. Nothing of the new checkpoint remains,
             unless only the last sync failed: then it is complete. A failure in phase 3 is only a warning.
     """
-    assert step >= 0, step
-    root = Path(directory)
     encoded = encode_parts(parts)
-    _check_names(encoded)
-    scored = {} if retention.score is None else {_SCORE: float(retention.score)}
-    document, tensors = plain_state.encode({**(meta or {}), **scored}, "checkpoint meta")
-    if tensors:
-        raise CheckpointError(f"checkpoint meta holds the tensor {next(iter(tensors))!r}. Put it into a part.")
-    with explained("A checkpoint could not be saved to", root):
-        if root.exists() and not root.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "it is a file, not a directory")
-        if DIRECTORY.fullmatch(root.name):
-            raise FileExistsError(errno.EEXIST, "this is the name of one checkpoint; give the directory above it")
-        make_directory(root)
-        _notice_another(root)
-        remove_debris(root)
-        earlier = _checkpoints_in(root)
-        serial = 1 + max((one.manifest.serial for one in earlier if one.manifest), default=0)
-        with scratch(root, f"step-{step:08d}") as temporary:
-            built = temporary / "checkpoint"
-            built.mkdir()
-            _write_files(built, encoded, Manifest(step=step, serial=serial, meta=document, files={}))
-            final = _give_name(built, root, step, earlier)
-            sync(root)
-            with _only_warned(f"The checkpoint {final} is saved, but tidying up after it failed"):
-                _replace_pointer(root, final.name, temporary)
-                if retention.keep is not None:
-                    _prune(root, retention, final, temporary)
-    return final
+    with draft(directory, step) as drafted:
+        return drafted.commit(encoded, retention=retention, meta=meta)
 
 
-def find(directory: str | os.PathLike[str]) -> WholeCheckpoint:
+def find(
+    directory: str | os.PathLike[str], verify: Callable[[Path, Manifest], None] = manifests.verify
+) -> WholeCheckpoint:
     """Return the newest intact checkpoint in `directory`, which may also be the path of one checkpoint.
 
     Reads every file and compares its hash. If a checkpoint is damaged, reports this and tries the next older one.
+
+    verify: compares the files of one checkpoint, and raises Damage; in place of `manifest.verify`.
 
     Raises:
         CheckpointError: there is no checkpoint, or none is intact (the error lists each damaged file and hash), or the
@@ -224,7 +276,7 @@ def find(directory: str | os.PathLike[str]) -> WholeCheckpoint:
                 if one.manifest is None:
                     raise Damage(*one.damage)
                 manifests.require_known(one.manifest, one.path)
-                manifests.verify(one.path, one.manifest)
+                verify(one.path, one.manifest)
             except Damage as error:
                 vanished |= not one.path.exists()
                 damage += error.lines if one.path.exists() else []
@@ -277,15 +329,32 @@ def read(path: str | os.PathLike[str], only: Collection[str] | None = None) -> t
     folder = Path(path)
     manifest = _manifest(folder)
     with explained("A checkpoint could not be read from", folder):
-        parts = {
-            name: _read_part(folder, name, manifest) for name in part_names(folder) if only is None or name in only
-        }
+        names = [name for name in part_names(folder) if only is None or name in only]
+        index = slice_files.read_index(folder, manifest, names) if manifest.format == manifests.SLICED else {}
+        apart = slice_files.SliceReader(folder, index)
+        parts = {name: _read_part(folder, name, manifest, apart) for name in names}
     return plain_state.decode_saved(manifest.meta, {}, f"the meta in {folder / manifests.NAME}"), parts
 
 
 def part_names(path: str | os.PathLike[str]) -> list[str]:
     """The names of the parts of one checkpoint directory, in the order passed to `write`."""
-    return [name.removesuffix(".json") for name in _manifest(Path(path)).files if name.endswith(".json")]
+    names = [name for name in _manifest(Path(path)).files if not name.startswith(manifests.SLICES)]
+    return [name.removesuffix(".json") for name in names if name.endswith(".json")]
+
+
+def read_stored(path: str | os.PathLike[str], names: Collection[str]) -> tuple[dict[str, bytes], slice_files.Index]:
+    """Read some parts of one checkpoint without their tensors. Returns (part -> its JSON, where the tensors are).
+
+    Hashes are not compared, as in `read`. SliceReader decodes the parts and reads tensors, on any process.
+    """
+    folder = Path(path)
+    manifest = _manifest(folder)
+    documents = {}
+    with explained("A checkpoint could not be read from", folder):
+        for name in names:
+            with open_plain(folder / f"{name}.json") as file:
+                documents[name] = file.read()
+        return documents, slice_files.read_index(folder, manifest, names)
 
 
 def _manifest(folder: Path) -> Manifest:
@@ -365,19 +434,6 @@ def _write_files(built: Path, parts: Mapping[str, EncodedPart], manifest: Manife
     sync(built)
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write one safetensors file. Raises CheckpointError for tensors that the format cannot hold."""
-    try:
-        save_file(on_host(tensors), path, metadata=metadata)
-    except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-        raise CheckpointError(
-            f"the safetensors format cannot store these tensors ({error}). Convert them before saving."
-        ) from error
-    # safetensors makes files that only their owner can read. Copy the mode of the directory, which follows the umask.
-    with suppress(PermissionError):  # a file system without modes
-        path.chmod(path.parent.stat().st_mode & 0o666)
-
-
 def _give_name(built: Path, root: Path, step: int, earlier: list[_Candidate]) -> Path:
     """Phase 2: rename the finished directory to an unused name."""
     taken = [one.order[2] for one in earlier if one.order[1] == step]
@@ -431,7 +487,7 @@ def _score_of(manifest: Manifest) -> float | None:
 
 def _prune(root: Path, retention: Retention, written: Path, temporary: Path) -> None:
     """Remove all but the newest and the best checkpoints. Never removes a directory without a manifest of ours."""
-    ours = [one for one in _checkpoints_in(root) if one.manifest and one.manifest.format == manifests.FORMAT]
+    ours = [one for one in _checkpoints_in(root) if one.manifest and one.manifest.format in manifests.KNOWN]
     best = {one.path for one in _ranked(ours, retention.mode)[: retention.keep_best]}
     for path, manifest, _ in sorted(ours, key=lambda one: one.order, reverse=True)[retention.keep :]:
         if path == written or path in best or path.is_symlink() or manifest is None:
@@ -493,25 +549,19 @@ def _require_candidates(root: Path) -> list[_Candidate]:
         )
 
 
-def _read_part(folder: Path, name: str, manifest: Manifest) -> Any:
+def _read_part(folder: Path, name: str, manifest: Manifest, sliced: slice_files.SliceReader) -> Any:
+    """Read one part. sliced: reads all tensors of a checkpoint in slices."""
     tensors: dict[str, Tensor] = {}
-    if f"{name}.safetensors" in manifest.files:
+    if manifest.format == manifests.SLICED:
+        tensors = dict(slice_files.PartTensors(sliced, name))
+    elif f"{name}.safetensors" in manifest.files:
         path = folder / f"{name}.safetensors"
         open_plain(path).close()
-        with _damaged(path, SafetensorError), safe_open(path, framework="pt") as file:
+        with damaged(path), safe_open(path, framework="pt") as file:
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
     path = folder / f"{name}.json"
-    with open_plain(path) as opened, _damaged(path, MemoryError):
+    with open_plain(path) as opened, damaged(path):
         return plain_state.read_saved(opened.read(), tensors, str(path))
-
-
-@contextmanager
-def _damaged(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert errors of these kinds, raised while a file is read, into a CheckpointError that names the file."""
-    try:
-        yield
-    except kinds as error:
-        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}. Use another checkpoint.") from error
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """manifest.json: lists the files of a complete checkpoint. It is written last.
 
     {
-      "format": 1,               the format of the checkpoint; readers refuse an unknown number
+      "format": 1,               the format of the checkpoint; readers refuse an unknown number. 2: some tensors are in
+                                 slices (slice_files.py)
       "step": 42,
       "serial": 7,               the order in time: one more than the largest serial in the directory
       "meta": {...},             a document of plain_state.py, without tensors
@@ -29,7 +30,9 @@ from paceline.errors import CheckpointError
 from paceline.state.plain_files import open_plain, sha256_of, unreadable
 
 NAME = "manifest.json"
-FORMAT = 1
+FORMAT, SLICED = KNOWN = 1, 2  # formats
+SLICES = "slices-"
+"""How the names of files of slices begin."""
 DIRECTORY = re.compile(r"step-(\d{8,})(?:-(\d+))?")  # a second save at the same step has the suffix -2, and so on
 
 _ZEROS = b"0" * 64
@@ -103,7 +106,7 @@ def load(directory: Path) -> Manifest:
 
 def _parse(fields: Any) -> Manifest:
     serial = _whole("serial", fields["serial"])
-    if fields["format"] != FORMAT:
+    if fields["format"] not in KNOWN:
         return Manifest(step=0, serial=serial, meta=None, files={}, format=_whole("format", fields["format"]))
     files = {name: Entry(**entry) for name, entry in fields["files"].items()}
     if not files:
@@ -118,7 +121,9 @@ def _parse(fields: Any) -> Manifest:
             raise ValueError(f"it lists {name}, but not {Path(name).stem}.json")
         if not _SHA256.fullmatch(entry.sha256):
             raise ValueError(f"the sha256 of {name} is {entry.sha256!r}")
-    return Manifest(step=_whole("step", fields["step"]), serial=serial, meta=fields["meta"], files=files)
+    return Manifest(
+        step=_whole("step", fields["step"]), serial=serial, meta=fields["meta"], files=files, format=fields["format"]
+    )
 
 
 def _whole(what: str, value: Any) -> int:
@@ -129,9 +134,10 @@ def _whole(what: str, value: Any) -> int:
 
 def require_known(manifest: Manifest, directory: Path) -> None:
     """Raises CheckpointError if this version cannot read the checkpoint's format."""
-    if manifest.format != FORMAT:
+    if manifest.format not in KNOWN:
         raise CheckpointError(
-            f"{directory} has checkpoint format {manifest.format}; this version of Paceline reads format {FORMAT}. "
+            f"{directory} has checkpoint format {manifest.format}; this version of Paceline reads formats "
+            f"{FORMAT} and {SLICED}. "
             "Use the version that wrote it (for a newer version `pip install -U paceline`), or another checkpoint."
         )
 

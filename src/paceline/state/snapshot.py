@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
+
+from paceline.errors import CheckpointError
 
 
 class SnapshotBuffers:
@@ -70,6 +75,19 @@ def on_host(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         else:
             free_from = end
     return ready
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write one safetensors file. Raises CheckpointError for tensors that the format cannot hold."""
+    try:
+        save_file(on_host(tensors), path, metadata=metadata)
+    except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"the safetensors format cannot store these tensors ({error}). Convert them before saving."
+        ) from error
+    # safetensors makes files that only their owner can read. Copy the mode of the directory, which follows the umask.
+    with suppress(PermissionError):  # a file system without modes
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

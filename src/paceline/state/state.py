@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,14 +32,22 @@ from paceline.state import checkpoint
 from paceline.state.background_write import BackgroundWrite
 from paceline.state.folder_lock import FolderLocks
 from paceline.state.hyperparameters import Hyperparameters, HyperparameterSource
+from paceline.state.sharded_save import (
+    HeldParts,
+    SlicedSave,
+    all_see,
+    help_verify,
+    on_rank_0,
+    part_name,
+    read_together,
+    verifying,
+)
 from paceline.state.snapshot import SnapshotBuffers, digest
 from paceline.step.call_check import CallCheck
 from paceline.step.environment_fingerprint import check_ranks, check_resumed, fingerprint
 from paceline.step.preparable import modules_of
 from paceline.strategies.base import Strategy
 from paceline.strategies.kit.named_parameters import check_same_class
-
-T = TypeVar("T")
 
 
 class State:
@@ -69,7 +77,8 @@ class State:
         # Restored states of loaders and tracked objects that the script has not made yet, by name.
         self._waiting: dict[str, dict[str, Any]] = {"loaders": {}, "tracked": {}}
         self._buffers = SnapshotBuffers()
-        self._writer = BackgroundWrite()  # writes the buffers, on rank 0
+        self._writer = BackgroundWrite()  # writes the buffers, on rank 0, or this rank's slices
+        self._sliced = SlicedSave(self._writer)
         self._unfinished = False  # whether the ranks still lack a background save's result; the same on all ranks
 
     # --- adding
@@ -115,21 +124,40 @@ class State:
     ) -> Path | None:
         """Write a checkpoint, and return its path. Collective.
 
-        Rank 0 writes, and all ranks return when the checkpoint is on the disk. If a background save is still running,
-        all ranks first wait for it. If it failed, `save` raises its CheckpointError on every rank and writes nothing.
+        Rank 0 writes; if the strategy shards tensors, each rank writes its own slices. All ranks return when the
+        checkpoint is on the disk. If a background save is still running, all ranks first wait for it. If it failed,
+        `save` raises its CheckpointError on every rank and writes nothing.
 
         Args:
             run: entries for the part "run".
-            background: return None when the state is copied; a thread of rank 0 then writes the checkpoint.
+            background: return None when the state is copied; threads then write the checkpoint.
         """
-        state, streams = self.gather()
+        self.wait_for_save()  # a background save uses the buffers
+        self._before_save()
+        meta = {"world_size": world_group().size, "torch": str(torch.__version__)}
+        kept = None if world_group().size == 1 else self.strategy.held_state()
+        if kept is not None:
+            sliced = HeldParts(kept, self.strategy.mesh)
+            streams = self._streams()
+            on_rank_0(lambda: self.locks.take(Path(directory)))
+            shared, path = self._sliced.save(
+                directory,
+                step,
+                sliced,
+                lambda: with_strategy(kept, self.parts_beside_models(run, streams)),
+                background=background,
+                retention=retention,
+                meta=meta,
+            )
+            if shared:
+                self._unfinished = background
+                return path
+        state, streams = self.strategy.state_dict(), self._streams()
 
         def write() -> Path | None:
-            self._writer.finish()  # a background save uses the buffers
             self.locks.take(Path(directory))
             parts = with_models(state, self.parts_beside_models(run, streams))
             encoded = checkpoint.encode_parts(parts, self._buffers)
-            meta = {"world_size": world_group().size, "torch": str(torch.__version__)}
             # Absolute, since the script may change the current directory meanwhile.
             target = Path(directory).absolute() if background else directory
             write_files = partial(checkpoint.write, target, step=step, parts=encoded, retention=retention, meta=meta)
@@ -138,8 +166,7 @@ class State:
             self._writer.begin(step, write_files)
             return None
 
-        self._unfinished = False  # if `write` raises, no save is running
-        path = _on_rank_0(write)
+        path = on_rank_0(write)
         self._unfinished = background
         return path
 
@@ -148,9 +175,16 @@ class State:
 
         Returns (the strategy's state, whole on rank 0; the random streams of all ranks).
         """
+        self._before_save()
+        return self.strategy.state_dict(), self._streams()
+
+    def _before_save(self) -> None:
         for thing in self.tracked.values():
             getattr(thing, "before_save", _nothing)()
-        return self.strategy.state_dict(), world_group().gather(generators.get_state(self._device))
+
+    def _streams(self) -> list[Any]:
+        """The random streams of all ranks. Collective."""
+        return world_group().gather(generators.get_state(self._device))
 
     def wait_for_save(self) -> Path | None:
         """Wait for the last background save, and return its path; None if its result is already known on all ranks.
@@ -160,7 +194,7 @@ class State:
         if not self._unfinished:
             return None
         self._unfinished = False
-        return _on_rank_0(self._writer.finish)
+        return self._sliced.finish()
 
     def end_saves(self, calls: CallCheck) -> None:
         """Call `wait_for_save` at the end of a run that had no error."""
@@ -210,8 +244,9 @@ class State:
     ) -> dict[str, Any] | None:
         """Restore the newest intact checkpoint, and return its part "run".
 
-        Rank 0 reads the checkpoint, so no shared disk is needed. If a background save is still running, all ranks first
-        wait for it, as in `save`.
+        Rank 0 reads the checkpoint, so no shared disk is needed. If the strategy shards tensors and all ranks see the
+        directory, each rank reads its own part. If a background save is still running, all ranks first wait for it, as
+        in `save`.
 
         Args:
             missing_ok: return None if there is no checkpoint.
@@ -220,20 +255,18 @@ class State:
                 state is restored instead: the lowest rank with this state sends it to all.
         """
 
-        read: dict[str, Any] = {}  # filled on rank 0
-
         def find() -> tuple[Any, ...] | None:
-            self._writer.finish()
-            if missing_ok:
-                self.locks.resumes(Path(directory))
-                if not checkpoint.holds_checkpoint(directory):
-                    return None
-            whole = checkpoint.find(directory)
-            read.update(checkpoint.read(whole.path)[1])
-            return tuple(whole)
+            with verifying() as verify:
+                if missing_ok:
+                    self.locks.resumes(Path(directory))
+                    if not checkpoint.holds_checkpoint(directory):
+                        return None
+                return tuple(checkpoint.find(directory, verify))
 
-        self._unfinished = False
-        on_disk = _on_rank_0(find)
+        self.wait_for_save()
+        if world_group().rank != 0:
+            help_verify()
+        on_disk = on_rank_0(find)
         found = None if on_disk is None else checkpoint.WholeCheckpoint(*on_disk)
         kept = None if find_kept is None else find_kept()
         steps = [-1] if find_kept is None else world_group().gather(-1 if kept is None else kept.step)
@@ -248,9 +281,17 @@ class State:
                 + f"\nUsing the newest intact checkpoint: {found.path}",
             )
         self.restored_from = f"a checkpoint in {directory}"
-        parts = world_group().broadcast(read, what="the checkpoint")
+        parts = self._read(found.path)
         with fits(found.path):
             return self._restore(parts)
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """Read an intact checkpoint. Collective."""
+        if self.strategy.reads_stored and world_group().size > 1 and all_see(path):
+            return read_together(path)
+        read: dict[str, Any] = {}  # filled on rank 0
+        on_rank_0(lambda: read.update(checkpoint.read(path)[1]))
+        return world_group().broadcast(read, what="the checkpoint")
 
     def _restore_kept(self, kept: checkpoint.WholeCheckpoint | None, *, source: int, step: int) -> dict[str, Any]:
         """Restore the kept state of rank `source`. Collective."""
@@ -323,7 +364,7 @@ class State:
         """Write the state_dict of model `number` as a plain safetensors file. Collective."""
         state = self.strategy.state_dict()["models"][number]
         tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-        _on_rank_0(lambda: checkpoint.export(path, tensors))
+        on_rank_0(lambda: checkpoint.export(path, tensors))
 
 
 @contextmanager
@@ -347,27 +388,18 @@ def with_models(state: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]
     """All parts of a checkpoint. state: from Strategy.state_dict. others: from State.parts_beside_models."""
     parts: dict[str, Any] = {}
     for kind in ("models", "optimizers"):
-        parts |= {f"{kind[:-1]}_{i}": value for i, value in enumerate(state[kind])}
+        parts |= {part_name(kind, number): value for number, value in enumerate(state[kind])}
+    return {**parts, **with_strategy(state, others)}
+
+
+def with_strategy(state: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a checkpoint without models and optimizers. Arguments as for `with_models`."""
     further = {key: value for key, value in state.items() if key not in ("models", "optimizers")}
-    return {**parts, **({"strategy": further} if further else {}), **others}
+    return {**({"strategy": further} if further else {}), **others}
 
 
 def _nothing() -> None:
     """The default `before_save` of tracked objects."""
-
-
-def _on_rank_0(action: Callable[[], T]) -> T:
-    """Call `action` on rank 0. Every rank returns its result, or raises its CheckpointError. Collective."""
-    failure, result = None, None
-    if world_group().rank == 0:
-        try:
-            result = action()
-        except CheckpointError as error:
-            failure = str(error)
-    failure, result = world_group().broadcast((failure, result))
-    if failure is not None:
-        raise CheckpointError(failure)
-    return cast(T, result)
 
 
 def _numbered(parts: dict[str, Any], kind: str) -> list[Any]:

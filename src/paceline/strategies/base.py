@@ -99,6 +99,7 @@ class Strategy(ABC):
     device: torch.device  # of the user's models
     models: Sequence[nn.Module] = ()  # as passed to `setup`
     optimizers: Sequence[torch.optim.Optimizer] = ()
+    reads_stored = False  # whether `load_state_dict` accepts StoredTensors (comm/slices.py)
 
     @abstractmethod
     def __init__(self, world: World, device: torch.device) -> None:
@@ -183,6 +184,14 @@ class Strategy(ABC):
         """The result of `state_dict` if this process holds the whole state; None if it holds only a part.
 
         Tensors are not copied. Does not communicate.
+        """
+        return None
+
+    def held_state(self) -> dict[str, Any] | None:
+        """`state_dict` with only this process's part of each tensor, for a checkpoint in slices. Collective.
+
+        A tensor of which each process has a part is a DTensor or a HeldTensor (comm/slices.py). Of other tensors, rank
+        0's values count. All processes return the same names. None, on all processes: no tensor is in parts.
         """
         return None
 

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import same_bits
+from paceline.comm.dtensor import is_sharded
 from paceline.comm.mesh import world_group
+from paceline.comm.slices import StoredTensor
 from paceline.errors import CheckpointError, ModelError, UsageError
 
 
@@ -174,7 +176,8 @@ def load_replicated(
 ) -> None:
     """Load a whole state. Raises CheckpointError, before any change, if the state is from a different program.
 
-    With masters, the optimizers' state becomes that of the masters. The masters' values do not change.
+    StoredTensors are read from their files, into the models' memory where possible. With masters, the optimizers' state
+    becomes that of the masters. The masters' values do not change.
     """
     if len(state["models"]) < len(models) or len(state["optimizers"]) < len(optimizers):
         raise CheckpointError(
@@ -189,9 +192,34 @@ def load_replicated(
         for number, optimizer in enumerate(optimizers):
             check_same_optimizer(optimizer, state["optimizers"][number], names, number)
         for number, model in enumerate(models):
-            model.load_state_dict(state["models"][number])
+            model.load_state_dict(_read_in_place(model.state_dict(), state["models"][number]))
         for number, optimizer in enumerate(optimizers):
             _load_optimizer(optimizer, state["optimizers"][number], names)
+
+
+def _read_in_place(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Read stored tensors into a model's own tensors, so that no second copy is in memory. Returns the loaded state."""
+    loaded: dict[str, Any] = dict(saved)
+    for name, value in saved.items():
+        if isinstance(value, StoredTensor):
+            mine = own[name]
+            if mine.dtype == value.dtype:
+                value.read(mine)
+                loaded[name] = mine
+            else:
+                loaded[name] = value.like(mine)
+    return loaded
+
+
+def read_stored(saved: Mapping[str, Mapping[str, Any]], by_name: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    """An optimizer's saved state by parameter name, with its StoredTensors read. by_name: name -> own parameter."""
+    return {
+        name: {
+            key: value.like(by_name.get(name)) if isinstance(value, StoredTensor) else value
+            for key, value in values.items()
+        }
+        for name, values in saved.items()
+    }
 
 
 def check_same_model(model: nn.Module, saved: dict[str, Any], number: int = 0) -> None:
@@ -257,9 +285,10 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], nam
     """Load a saved optimizer, without a change of bits.
 
     The optimizer's load_state_dict casts tensors to the parameter's dtype. A resumed run must have the same bits, so
-    the saved tensors then replace the cast tensors.
+    the saved tensors then replace the cast tensors. Sharded tensors were made for this optimizer, and are not copied.
     """
     by_name = {names[p]: p for group in optimizer.param_groups for p in group["params"]}
+    saved = {**saved, "state": read_stored(saved["state"], by_name)}
     index = {name: number for number, name in enumerate(n for group in saved["groups"] for n in group["params"])}
     own_order = [names[p] for group in optimizer.param_groups for p in group["params"]]
     groups = []
@@ -272,7 +301,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any], nam
         for key, value in values.items():
             loaded = optimizer.state[parameter].get(key)
             if isinstance(value, Tensor) and isinstance(loaded, Tensor):
-                kept = value.to(loaded.device, copy=True)
+                kept = value if is_sharded(value) else value.to(loaded.device, copy=True)
                 if kept.shape == parameter.shape and kept.stride() != parameter.stride():
                     # Fused optimizers process memory in order and ignore strides (channels_last).
                     kept = torch.empty_like(parameter, dtype=kept.dtype, device=kept.device).copy_(kept)

@@ -25,6 +25,7 @@ from paceline.strategies.kit.named_parameters import (
     load_replicated,
     names_with,
     parameter_names,
+    read_stored,
     replicated_state,
 )
 from paceline.torch_private.distributed_tensor import set_local
@@ -201,12 +202,15 @@ def load_full_state(
     masters: Mapping[Tensor, Tensor],
     state: dict[str, Any],
 ) -> None:
-    """Load a whole state, the same on every rank. Each process keeps only its shards."""
+    """Load a whole state, the same on every rank. Each process keeps only its shards.
+
+    Of StoredTensors, each process reads only its shards.
+    """
     names = names_with(parameter_names(models), masters)
     owns = {name: p for p, name in names.items() if dtensor.is_sharded(p)}
     optimizer_states = []
     for saved in state["optimizers"]:  # shard it first, so that whole optimizer state is never on the device
-        copied = {name: dict(values) for name, values in saved["state"].items()}
+        copied = read_stored(saved["state"], owns)
         shard_optimizer_state([(owns[name], values) for name, values in copied.items() if name in owns])
         optimizer_states.append({**saved, "state": copied})
     whole = {**state, "optimizers": optimizer_states}

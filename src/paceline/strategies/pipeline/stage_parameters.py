@@ -8,13 +8,15 @@ Each process then holds the whole model until the next step. All processes call 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.comm.mesh import Mesh, world_group
+from paceline.comm.slices import NATIVE_DTYPES, Box, HeldTensor, whole_box
 from paceline.strategies.kit.named_parameters import load_replicated, named_state, parameter_names, replicated_state
 from paceline.strategies.kit.unused_parameters import check_copies
 
@@ -37,7 +39,7 @@ class StageParameters:
         self.used = {p for p, using in users.items() if stage in using or self._owner[p] == stage}
         self._tied = [p for p, using in users.items() if len(using) > 1]  # used by several stages
         self._forms = {p: (p.shape, p.stride()) for p in users}
-        owners = self._owner | buffers
+        self._owner_of = owners = self._owner | buffers
         # For each stage, the parameters and buffers that it owns.
         self._tensors = [[t for t, owner in owners.items() if owner == n] for n in range(mesh.size("stage"))]
         # The parameters that this process's stage owns -> their names.
@@ -116,6 +118,68 @@ class StageParameters:
         for optimizer in state["optimizers"]:
             optimizer["state"] = self._gathered(optimizer["state"])
         return state
+
+    def held_state(self) -> dict[str, Any] | None:
+        """`state_dict` with the tensors of this stage only: each of them is a HeldTensor. Collective."""
+        if any(tensor.dtype not in NATIVE_DTYPES for tensor in self._owner_of):
+            return None
+        check_copies(named_state(self.names, self.optimizers), self._mesh.data, [], "at a checkpoint")
+        with self._in_shape():
+            state = replicated_state([self._model], self.optimizers)
+            entries = self._model.state_dict(keep_vars=True)
+        state["models"] = [{name: self._held(value) for name, value in entries.items()}]
+        for optimizer in state["optimizers"]:
+            own = {name: values for name, values in optimizer["state"].items() if name in self.names.values()}
+            optimizer["state"] = self._held_states(own)
+        return state
+
+    @contextmanager
+    def _in_shape(self) -> Iterator[None]:
+        """Within the block, parameters of other stages have their shapes, but no memory and no values."""
+        others = [] if self._whole else [p for p in self._owner if p not in self.used]
+        for p in others:
+            p.data = p.data.new_empty(()).expand(self._forms[p][0])
+        try:
+            yield
+        finally:
+            self._empty(others)
+
+    def _held(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value not in self._owner_of:
+            return value
+        shape, stride = self._forms.get(value, (value.shape, value.stride()))
+        meta = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+        return HeldTensor(meta, value.detach(), self._boxes(shape, self._owner_of[value]))
+
+    def _boxes(self, shape: Sequence[int], owner: int) -> list[Box]:
+        """The boxes that this process writes of a tensor of stage `owner`. The first data shard writes."""
+        writes = owner == self._mesh.coordinate("stage") and self._mesh.data.rank == 0
+        return whole_box(shape) if writes else []
+
+    def _held_states(self, own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """The optimizer state of all stages, by name. Tensors other than numbers are HeldTensors."""
+
+        def form(value: Any) -> Any:
+            return {"size": tuple(value.shape), "stride": value.stride(), "dtype": value.dtype}
+
+        def apart(value: Any) -> bool:
+            return isinstance(value, Tensor) and value.dim() > 0 and value.dtype in NATIVE_DTYPES
+
+        described = {
+            name: [(key, apart(value), form(value) if apart(value) else value) for key, value in values.items()]
+            for name, values in own.items()
+        }
+        found: dict[str, dict[str, Any]] = {}
+        for stage, names in enumerate(self._mesh.group("stage").gather(described, "the state of an optimizer")):
+            for name, rows in names.items():
+                found[name] = {}
+                for key, is_apart, value in rows:
+                    if is_apart:
+                        meta = torch.empty_strided(**value, device="meta")  # of these sizes, strides and dtype
+                        local = own[name][key] if name in own else meta
+                        value = HeldTensor(meta, local, self._boxes(meta.shape, stage))
+                    found[name][key] = value
+        return found
 
     def _gathered(self, own: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """The optimizer state of all stages, by name."""

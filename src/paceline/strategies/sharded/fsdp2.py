@@ -30,7 +30,7 @@ from paceline.data.batch_plan import one_shard
 from paceline.errors import ModelError, UnusedParameterError, UsageError
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.gradient_store import GradientStore
-from paceline.strategies.kit.named_parameters import check_dense, listed, parameter_names
+from paceline.strategies.kit.named_parameters import check_dense, listed, parameter_names, replicated_state
 from paceline.strategies.kit.pickling import PickleGuard
 from paceline.strategies.kit.sharded_state import (
     Masters,
@@ -47,6 +47,8 @@ from paceline.world import World
 
 class FSDP2(LoopStrategy):
     """Stages 2 and 3. strategy: its name in messages."""
+
+    reads_stored = True
 
     def __init__(
         self,
@@ -250,6 +252,10 @@ class FSDP2(LoopStrategy):
     def state_dict(self) -> dict[str, Any]:
         self._free()
         return full_state(self.models, self.optimizers, self._masters.of)
+
+    def held_state(self) -> dict[str, Any]:
+        self._free()
+        return replicated_state(self.models, self.optimizers, self._masters.of)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._free()

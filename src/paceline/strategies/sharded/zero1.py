@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline.comm import dtensor
 from paceline.comm.mesh import Mesh
-from paceline.strategies.kit.named_parameters import check_dense
+from paceline.strategies.kit.named_parameters import check_dense, replicated_state
 from paceline.strategies.kit.pickling import PickleGuard
 from paceline.strategies.kit.sharded_state import Masters, full_state, load_full_state
 from paceline.strategies.replicated.ddp import DDP
@@ -27,6 +27,8 @@ from paceline.world import World
 
 class ZeRO1(DDP):
     """One replica. It updates one shard of each parameter."""
+
+    reads_stored = True
 
     def __init__(self, world: World, device: torch.device, mesh: Mesh, sharding: Sharding) -> None:
         super().__init__(world, device, find_unused=sharding.find_unused, gradient_as_bucket_view=True, reducer=NATIVE)
@@ -61,6 +63,10 @@ class ZeRO1(DDP):
 
     def local_state(self) -> None:
         return None
+
+    def held_state(self) -> dict[str, Any]:
+        self._check_at_checkpoint()
+        return replicated_state(self.models, self.optimizers, self._masters.of)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_full_state(self.models, self.optimizers, self._masters.of, state)

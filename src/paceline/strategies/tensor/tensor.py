@@ -42,6 +42,7 @@ from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.kit.named_parameters import (
     named_state,
     parameter_names,
+    replicated_state,
     send_models,
 )
 from paceline.strategies.kit.one_process import as_single
@@ -70,6 +71,8 @@ class TensorParallel(LoopStrategy):
     """size: number of devices that share a layer; default: all processes. plan: which layers are split and how, as
     pattern:kind separated by commas, or a dict (tensor_plan.py); default: a plan for MLP blocks, attention blocks and
     grouped convolutions."""
+
+    reads_stored = True
 
     def __init__(self, world: World, device: torch.device, *, size: int = 0, plan: str = "") -> None:
         patterns = check(world.size, size=size, plan=plan)
@@ -143,6 +146,10 @@ class TensorParallel(LoopStrategy):
     def state_dict(self) -> dict[str, Any]:
         self._check_copies("at a checkpoint")
         return full_state(self.models, self.optimizers, {})
+
+    def held_state(self) -> dict[str, Any]:
+        self._check_copies("at a checkpoint")
+        return replicated_state(self.models, self.optimizers)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_full_state(self.models, self.optimizers, {}, state)
