@@ -68,14 +68,14 @@ def make_directory(path: Path) -> None:
 def scratch(parent: Path, label: str) -> Iterator[Path]:
     """A context with a new, empty directory in `parent`. The directory and its content are removed at the end."""
     path = parent / f".tmp-{label[:40]}-{secrets.token_hex(4)}"
-    lock = _lock(_lock_path(path))
+    handle = lock(_lock_path(path))
     try:
         path.mkdir()
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
-        if lock is not None:
-            _unlock(_lock_path(path), lock, remove=not os.path.lexists(path))
+        if handle is not None:
+            unlock(_lock_path(path), handle, remove=not os.path.lexists(path))
 
 
 def write_whole(file: Path, write: Callable[[Path], None], what: str, *, checksum: bool = False) -> None:
@@ -118,7 +118,7 @@ def _remove_if_dead(path: Path) -> None:
     if _lock_path(path) in list(_held.values()):
         return  # another thread is the writer; some network file systems would grant its lock to this thread too
     try:
-        lock = os.open(_lock_path(path), os.O_RDWR)
+        handle = os.open(_lock_path(path), os.O_RDWR)
     except FileNotFoundError:
         # The writer has just finished, or the file system has no locks.
         entries = [path, *path.rglob("*")]
@@ -126,19 +126,19 @@ def _remove_if_dead(path: Path) -> None:
             shutil.rmtree(path)
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(lock)  # the writer is alive
+        os.close(handle)  # the writer is alive
         return
     shutil.rmtree(path, ignore_errors=True)
-    _unlock(_lock_path(path), lock, remove=not os.path.lexists(path))
+    unlock(_lock_path(path), handle, remove=not os.path.lexists(path))
 
 
 def _lock_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.lock")
 
 
-def _lock(path: Path) -> int | None:
+def lock(path: Path) -> int | None:
     """Create and lock a file. Returns the open handle, or None if the file system has no locks.
 
     The lock is made before its directory, so that the directory of a live writer always has a lock.
@@ -161,7 +161,7 @@ def _lock(path: Path) -> int | None:
         os.close(handle)  # the other writer removed the file before we locked it
 
 
-def _unlock(path: Path, handle: int, *, remove: bool) -> None:
+def unlock(path: Path, handle: int, *, remove: bool) -> None:
     """Free a lock. remove: also delete its file. If the directory remains, the file must remain for the next writer."""
     with contextlib.suppress(OSError):
         if remove:
@@ -169,6 +169,21 @@ def _unlock(path: Path, handle: int, *, remove: bool) -> None:
         fcntl.flock(handle, fcntl.LOCK_UN)  # close alone is not enough if a forked worker has the handle too
     _held.pop(handle, None)
     os.close(handle)
+
+
+def is_free(path: Path) -> bool:
+    """Whether a file exists that a process has locked, and that none locks any more: the process has died, or ended."""
+    try:
+        handle = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
 
 
 # --- errors of the disk

@@ -7,15 +7,14 @@ A save, in phases:
 3. Rank 0 writes the other files, waits for the ranks' indices, and commits the draft.
 
 In a background save, phases 2 and 3 run in a thread of each rank. Threads make no collective calls, so rank 0's thread
-looks for the indices in the draft. A rank that cannot write says so when all ranks next meet (`SlicedSave.finish`), and
-rank 0's thread then gives up.
+looks for the indices in the draft. Meanwhile each rank holds the lock of a file (atomic.py). If a lock is free and the
+index is missing, that rank has failed or died, and rank 0's thread gives up.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -29,13 +28,14 @@ from paceline.comm.slices import HeldTensor, held
 from paceline.errors import CheckpointError, describe_error, warn
 from paceline.state import checkpoint, slice_files
 from paceline.state import manifest as manifests
+from paceline.state.atomic import explained, is_free, lock, unlock
 from paceline.state.background_write import BackgroundWrite
 from paceline.state.manifest import Damage, Manifest
 from paceline.state.plain_files import hash_of
 from paceline.state.snapshot import SnapshotBuffers
 
 _LOOK_SECONDS = 0.02
-_STILL_SECONDS = 60.0  # rank 0's thread gives up if the draft has not grown for so long
+_STILL_SECONDS = 60.0  # rank 0's thread gives up if the draft has not grown for so long; for disks without locks
 _TOKEN = "seen-by-all"
 
 
@@ -73,7 +73,7 @@ class SlicedSave:
         self._writer = writer
         self._buffers = SnapshotBuffers()  # of this process's slices
         self._own_buffers = SnapshotBuffers()  # of rank 0's tensors that are not in slices
-        self._given_up = threading.Event()  # whether rank 0's thread waits no longer
+        self._incomplete = False  # whether rank 0's thread has failed because other ranks' slices are missing
         self._warned = False
 
     def save(
@@ -113,6 +113,7 @@ class SlicedSave:
                 blocks = slice_files.blocks_of(held_parts.held)
                 if background:
                     blocks = self._buffers.copy(blocks)
+                    stack.enter_context(_holding(_lock_file(folder, world_group().rank)))
                 write = partial(slice_files.write, folder, world_group().rank, held_parts.held, blocks)
                 if main:
                     buffers = self._own_buffers if background else None
@@ -131,7 +132,7 @@ class SlicedSave:
             count = world_group().size
             if not background:
                 return True, on_rank_0(lambda: rest(slices=slice_files.entries(folder, count)))
-            self._given_up.clear()
+            self._incomplete = False
             kept = stack.pop_all()  # the draft now belongs to the thread
             if main:
                 self._begin(step, kept, lambda: self._write_and_commit(write, rest, folder, count))
@@ -153,14 +154,17 @@ class SlicedSave:
     def _write_and_commit(self, write: Callable[[], None], rest: Callable[..., Path], folder: Path, count: int) -> Path:
         """Rank 0's thread: phases 2 and 3."""
         write()
-        wanted = {slice_files.file_name(rank) for rank in range(count)}
         size, since = -1, time.monotonic()
-        while missing := wanted - set(os.listdir(folder)):
+        while missing := _missing(folder, count):
             now = sum(entry.stat().st_size for entry in os.scandir(folder))
             if now != size:
                 size, since = now, time.monotonic()
-            if self._given_up.is_set() or time.monotonic() - since > _STILL_SECONDS:
-                raise CheckpointError(f"{len(missing)} of {count} ranks did not write their slices ({min(missing)})")
+            ended = [rank for rank in missing if is_free(_lock_file(folder, rank))]
+            # A rank may have written its index between the two looks.
+            if set(ended) & set(_missing(folder, count)) or time.monotonic() - since > _STILL_SECONDS:
+                self._incomplete = True
+                first = slice_files.file_name((ended or missing)[0])
+                raise CheckpointError(f"{len(missing)} of {count} ranks did not write their slices ({first})")
             time.sleep(_LOOK_SECONDS)
         return rest(slices=slice_files.entries(folder, count))
 
@@ -173,14 +177,12 @@ class SlicedSave:
             except CheckpointError as error:
                 failure = f"rank {world_group().rank}: {error}"
         failed = [text for text in world_group().gather(failure) if text]
-        if failed:
-            self._given_up.set()
 
         def finish() -> Path | None:
             try:
                 return self._writer.finish()
-            except CheckpointError as error:
-                raise CheckpointError(failed[0] if failed else str(error)) from error
+            except CheckpointError as error:  # if rank 0 failed by itself, others miss the draft that it removed
+                raise CheckpointError(failed[0] if failed and self._incomplete else str(error)) from error
 
         return on_rank_0(finish)
 
@@ -191,6 +193,28 @@ class SlicedSave:
                 f"not all ranks see the checkpoint directory {directory}, so rank 0 gathers the whole state and writes "
                 "it. Use a directory on a disk that all machines share: then each rank writes its own part."
             )
+
+
+def _missing(folder: Path, count: int) -> list[int]:
+    """The ranks that have not written their slices."""
+    there = set(os.listdir(folder))
+    return [rank for rank in range(count) if slice_files.file_name(rank) not in there]
+
+
+def _lock_file(folder: Path, rank: int) -> Path:
+    return folder.parent / f"{rank}.lock"
+
+
+@contextlib.contextmanager
+def _holding(path: Path) -> Iterator[None]:
+    """A context in which this process holds the lock of a file, if the file system has locks."""
+    with explained(checkpoint.CANNOT_SAVE, path.parent.parent):
+        handle = lock(path)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            unlock(path, handle, remove=False)
 
 
 def _written(write: Callable[[], None], folder: Path) -> Path:

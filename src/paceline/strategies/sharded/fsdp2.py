@@ -215,7 +215,8 @@ class FSDP2(LoopStrategy):
         if flags != self._flags:
             node = torch.autograd.graph.get_gradient_edge
             self._flags, self._expected = flags, {}
-            self._trainable = [p for p, leaf in leaves.items() if leaf.requires_grad]
+            # without parameters of no elements, for which get_gradient_edge fails (torch 2.13)
+            self._trainable = [p for p, leaf in leaves.items() if leaf.requires_grad and leaf.numel()]
             self._nodes = [node(leaves[p]).node for p in self._trainable]
             self._shard_nodes = [node(p).node for p in self._trainable if leaves[p] is not p and p.requires_grad]
         compared: list[bool] = []
