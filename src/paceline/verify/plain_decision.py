@@ -436,7 +436,8 @@ class _PlainComparison:
 
         Doctor watches more updates. If the ranks' weights part, they do so after the compared ones.
         """
-        faults = [fault for fault in self._faults if fault["cause"] in _BESIDE]
+        counted = _BESIDE - ({"weights_differ_at_start"} if self._subject.divide_model else set())  # parts differ
+        faults = [fault for fault in self._faults if fault["cause"] in counted]
         fault = min(faults, key=lambda fault: fault["cause"] in METRICS, default=None)  # the model comes first
         if fault is None:
             return same
