@@ -781,8 +781,8 @@ class Run:
         scores. score: the score of this checkpoint; rank 0's value is used. mode: whether the lowest ("min") or the
         highest ("max") scores are best.
 
-        background: return None as soon as rank 0 has a copy in memory. A thread of rank 0 writes the checkpoint while
-        training continues. Only one checkpoint is written at a time: the next save, `restore`, `wait_for_save` and the
+        background: return None as soon as the state is copied in memory. A thread writes the checkpoint while training
+        continues. Only one checkpoint is written at a time: the next save, `restore`, `wait_for_save` and the
         end of the run first wait for the thread. If it could not write the checkpoint, they raise CheckpointError on
         every process.
 

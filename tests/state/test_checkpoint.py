@@ -293,10 +293,10 @@ def rewrite(path: Path, **changes: Any) -> None:
 
 
 def test_a_newer_format_is_refused_and_not_passed_over(three: Path) -> None:
-    rewrite(three / "step-00000003", format=2, files="whatever")
+    rewrite(three / "step-00000003", format=3, files="whatever")
     for call in (lambda: find(three), lambda: read(three / "step-00000003"), lambda: find(three / "step-00000003")):
         with pytest.raises(
-            CheckpointError, match=r"step-00000003 has checkpoint format 2; this version .* reads format 1"
+            CheckpointError, match=r"step-00000003 has checkpoint format 3; this version .* reads formats 1 and 2"
         ):
             call()
     save(three, 4, keep=1)

@@ -287,7 +287,7 @@ class State:
 
     def _read(self, path: Path) -> dict[str, Any]:
         """Read an intact checkpoint. Collective."""
-        if self.strategy.reads_stored and world_group().size > 1 and all_see(path):
+        if self.strategy.reads_stored() and world_group().size > 1 and all_see(path):
             return read_together(path)
         read: dict[str, Any] = {}  # filled on rank 0
         on_rank_0(lambda: read.update(checkpoint.read(path)[1]))

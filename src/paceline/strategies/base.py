@@ -99,7 +99,6 @@ class Strategy(ABC):
     device: torch.device  # of the user's models
     models: Sequence[nn.Module] = ()  # as passed to `setup`
     optimizers: Sequence[torch.optim.Optimizer] = ()
-    reads_stored = False  # whether `load_state_dict` accepts StoredTensors (comm/slices.py)
 
     @abstractmethod
     def __init__(self, world: World, device: torch.device) -> None:
@@ -194,6 +193,10 @@ class Strategy(ABC):
         0's values count. All processes return the same names. None, on all processes: no tensor is in parts.
         """
         return None
+
+    def reads_stored(self) -> bool:
+        """Whether `load_state_dict` accepts StoredTensors (comm/slices.py), of which it reads what this process has."""
+        return False
 
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -82,8 +82,6 @@ class Pipeline(ClosureStrategy):
     which stages begin, as numbers or names ("2,4"); default: chosen by `balance`. balance: give each stage about the
     same number of "parameters", or the same "cost" (the time of the forward of the first micro-batch)."""
 
-    reads_stored = True
-
     def __init__(
         self,
         world: World,
@@ -244,6 +242,9 @@ class Pipeline(ClosureStrategy):
     def held_state(self) -> dict[str, Any] | None:
         self._whole_before_cut()
         return None if self._parameters is None else self._parameters.held_state()
+
+    def reads_stored(self) -> bool:
+        return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._whole_before_cut()

@@ -48,8 +48,6 @@ from paceline.world import World
 class FSDP2(LoopStrategy):
     """Stages 2 and 3. strategy: its name in messages."""
 
-    reads_stored = True
-
     def __init__(
         self,
         world: World,
@@ -257,6 +255,9 @@ class FSDP2(LoopStrategy):
     def held_state(self) -> dict[str, Any]:
         self._free()
         return replicated_state(self.models, self.optimizers, self._masters.of)
+
+    def reads_stored(self) -> bool:
+        return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._free()

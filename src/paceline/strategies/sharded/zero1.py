@@ -28,8 +28,6 @@ from paceline.world import World
 class ZeRO1(DDP):
     """One replica. It updates one shard of each parameter."""
 
-    reads_stored = True
-
     def __init__(self, world: World, device: torch.device, mesh: Mesh, sharding: Sharding) -> None:
         super().__init__(world, device, find_unused=sharding.find_unused, gradient_as_bucket_view=True, reducer=NATIVE)
         self.mesh, self._sharding = mesh, sharding
@@ -67,6 +65,9 @@ class ZeRO1(DDP):
     def held_state(self) -> dict[str, Any]:
         self._check_at_checkpoint()
         return replicated_state(self.models, self.optimizers, self._masters.of)
+
+    def reads_stored(self) -> bool:
+        return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_full_state(self.models, self.optimizers, self._masters.of, state)

@@ -72,8 +72,6 @@ class TensorParallel(LoopStrategy):
     pattern:kind separated by commas, or a dict (tensor_plan.py); default: a plan for MLP blocks, attention blocks and
     grouped convolutions."""
 
-    reads_stored = True
-
     def __init__(self, world: World, device: torch.device, *, size: int = 0, plan: str = "") -> None:
         patterns = check(world.size, size=size, plan=plan)
         self.world, self.device = world, device
@@ -150,6 +148,9 @@ class TensorParallel(LoopStrategy):
     def held_state(self) -> dict[str, Any]:
         self._check_copies("at a checkpoint")
         return replicated_state(self.models, self.optimizers)
+
+    def reads_stored(self) -> bool:
+        return True
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_full_state(self.models, self.optimizers, {}, state)
