@@ -153,7 +153,11 @@ class SlicedSave:
 
     def _write_and_commit(self, write: Callable[[], None], rest: Callable[..., Path], folder: Path, count: int) -> Path:
         """Rank 0's thread: phases 2 and 3."""
-        write()
+        try:
+            write()
+        except BaseException:
+            _await_ends(folder, count)  # the draft is removed next, and nobody may write into it then
+            raise
         size, since = -1, time.monotonic()
         while missing := _missing(folder, count):
             now = sum(entry.stat().st_size for entry in os.scandir(folder))
@@ -199,6 +203,14 @@ def _missing(folder: Path, count: int) -> list[int]:
     """The ranks that have not written their slices."""
     there = set(os.listdir(folder))
     return [rank for rank in range(count) if slice_files.file_name(rank) not in there]
+
+
+def _await_ends(folder: Path, count: int) -> None:
+    """Wait until the other ranks write no more."""
+    deadline = time.monotonic() + _STILL_SECONDS
+    files = [_lock_file(folder, rank) for rank in range(1, count)]
+    while any(file.exists() and not is_free(file) for file in files) and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
 
 
 def _lock_file(folder: Path, rank: int) -> Path:
