@@ -114,7 +114,7 @@ def runs_of(tensor: Tensor, dim: int) -> list[tuple[int, int, int]]:
     """
     shape = [1] * tensor.dim()
     shape[dim] = -1
-    indices = _part(tensor, torch.arange(tensor.size(dim)).view(shape), dim).flatten()
+    indices = _part(tensor, torch.arange(tensor.size(dim), device="cpu").view(shape), dim).flatten()
     if not len(indices):
         return []
     starts = [0, *((indices.diff() != 1).nonzero().flatten() + 1).tolist()]
