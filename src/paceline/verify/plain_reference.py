@@ -126,7 +126,8 @@ class PlainReference:
         regular = len(set(mine[1:])) < 2 and len(set(theirs[1:])) < 2
         steps = range(min(len(mine), len(theirs)))
         first = None if regular else next((step for step in steps if mine[step] != theirs[step]), None)
-        ends = accumulate(place[2] for place in self.ours.ranks[0]["passes"])
+        passes = self.ours.ranks[0]["passes"]
+        ends = [end for end, place in zip(accumulate(place[2] for place in passes), passes, strict=True) if place[3]]
         before = sum(mine[:first])
         if first is None or any(before < end <= before + max(mine[first], theirs[first]) for end in ends):
             return None  # the last update of a pass may be made from fewer batches

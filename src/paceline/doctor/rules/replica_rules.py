@@ -304,7 +304,8 @@ def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when:
     reduction = next(run.events(0, "coll", of="grad"), None)
     if kept and reduction is not None:
         evidence = f"{when}; gradients of {', '.join(kept[:_NAMED])} are not reduced, but others are"
-        beside = script_lines.frame_in_scope(reduction.get("by") or [], at)
+        beside = script_lines.condition_in_loop(reduction["at"])  # it leaves parameters out
+        beside = beside or script_lines.frame_in_scope(reduction.get("by") or [], at)
         return finding_at("partly_reduced", reduction["at"], evidence, beside)
     if wrap is not None and reduction is None:
         evidence = f"{when}; FSDP does not manage these parameters, and nothing else reduces their gradients"

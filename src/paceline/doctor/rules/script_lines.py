@@ -275,6 +275,15 @@ def condition_of(at: Any) -> Line:
     return [at[0], max(around)] if around else None
 
 
+def condition_in_loop(at: Any) -> Line:
+    """The line of the innermost `if` around a line, if the innermost loop around the line contains it."""
+    found = condition_of(at)
+    if found is None:
+        return None
+    loops = [n.lineno for n in nodes_of(at[0]) if isinstance(n, ast.For | ast.While) and holds(n, at[1])]
+    return found if loops and max(loops) < found[1] else None
+
+
 def call_that_names(at: Any, names: Collection[Any]) -> Line:
     """The line that passes values with these names to a library, which reduces them later at the line `at`. An example
     is `self.log("loss", loss, sync_dist=True)`. None if the line `at` itself passes values."""
