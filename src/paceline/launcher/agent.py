@@ -65,6 +65,7 @@ from paceline.world import (
 )
 
 SETTLE_SECONDS = 1.0
+RECORD_SECONDS = 10.0
 # Time to wait for further ranks that die of the same cause: the fraction SPREAD of the time since the ranks started, at
 # most SPREAD_SECONDS.
 SPREAD, SPREAD_SECONDS = 0.5, 5.0
@@ -280,9 +281,9 @@ class Agent(SimpleElasticAgent):
         """Return rank -> current line of its script, for the ranks that have not ended.
 
         The loss of a rank may have ended the scripts of other ranks. Such a rank has left its script, but it may not
-        have recorded its exception yet. Wait for the record, up to SETTLE_SECONDS.
+        have recorded its exception yet: a hook of the script comes first. Wait for the record, up to RECORD_SECONDS.
         """
-        deadline = time.monotonic() + SETTLE_SECONDS
+        deadline = time.monotonic() + RECORD_SECONDS
         while True:
             running = self._running()
             samples = sample_stacks({rank: self._error_file(rank) for rank in running}, running)
