@@ -48,7 +48,13 @@ class Packed(Padded):
 
 
 def llama(**more: Any) -> nn.Module:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 32, "use_cache": False}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 32,
+        "use_cache": False,
+    }
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **{**sizes, **heads, **more}))
     for module in [*model.modules()]:

@@ -34,7 +34,10 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.comm.mesh import world_group
 from paceline.errors import ModelError, SettingError
+from paceline.strategies.sequence import sequence_cut, sequence_shard
 from paceline.strategies.sequence.sequence_shard import SequenceShard, even_cut, whole
+
+assert sequence_cut.RULE_MODULES  # imported, so that the rules are registered
 
 T = 7  # tokens: no multiple of a number of processes
 
@@ -168,13 +171,13 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "softmax over tokens": lambda x: x.softmax(1),
     "sums": lambda x: x.sum() * x.mean((1, 2), keepdim=True) + x.mean(1, keepdim=True) + x.sum(-1, keepdim=True),
     "largest": lambda x: x.max(-1).values + x.topk(2, -1)[0].sum(-1) + x.amax(1, keepdim=True).sum(-1),
-    "products": lambda x: F.linear(x, W, GAINS) @ W + x.transpose(1, 2).matmul(OTHER),
+    "products": lambda x: (F.linear(x, W, GAINS) @ W) @ x.transpose(1, 2).matmul(OTHER),
     "addmm": lambda x: torch.addmm(GAINS, x.view(-1, 6), W).view(2, T, 6),
     "scores": lambda x: (x @ x.transpose(1, 2)).softmax(-1) @ x,
     "merged": lambda x: (x.reshape(-1, 6) * OTHER.reshape(-1, 6)).view(2, T, 2, 3).flatten(2).unflatten(-1, (3, -1)),
     "moved": lambda x: x.permute(2, 0, 1).unsqueeze(1).squeeze(1).movedim(0, -1).mT.expand(3, 2, 6, T)[1],
     "repeated": lambda x: x[:, None].expand(2, 3, T, 6).reshape(6, T, 6).repeat(1, 1, 2).repeat_interleave(2, -1),
-    "slices": lambda x: x[:, 1:-1, ::2] * x[:, 2:, :3] + x[:, :1, :3] + x[:, 3, None, :3] + x[..., -1:],
+    "slices": lambda x: x[:, 1:-1, ::2] * x[:, 2:, :3] + x[:, :1, :3] + x[:, 3, None, :3] + x[:, 2:, -1:],
     "many slices": lambda x: x[:, 2:][:, 1:3][:, :, None, 1],
     "parts": lambda x: torch.stack([*x.chunk(3, -1)], 1).sum(1) + torch.cat(x.split([2, 4], -1)[::-1], 2)[..., :2],
     "joined tokens": lambda x: torch.cat([x[:, 3:], x[:, :3]], 1),
@@ -209,26 +212,45 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.ranks(2, conformance=(3, 4))
-@pytest.mark.filterwarnings("ignore:strategy ulysses")
-def test_each_operation_is_that_on_whole_sequences() -> None:
+def check_operation(operation: Callable[[Tensor], Any]) -> None:
     """Values, and gradients: those of the processes add up to the gradients of the whole."""
-    group = world_group()
-    for name, operation in OPERATIONS.items():
-        x = torch.randn(2, T, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        plain = x.clone().requires_grad_()
-        expected = operation(plain)
-        cut = even_cut(group, T)
-        leaf = cut.part(x, 1).clone().requires_grad_()
-        result = operation(SequenceShard(leaf, 1, cut))
-        assert tuple(result.shape) == tuple(expected.shape), name
-        own = whole(result) if isinstance(result, SequenceShard) else result
-        torch.testing.assert_close(own, expected, rtol=1e-12, atol=1e-12, msg=name)
-        factor = torch.linspace(0.5, 2, expected.numel(), dtype=torch.float64).view(expected.shape)
-        (expected * factor).sum().backward()
-        ((result * factor).sum() / group.size).backward()
-        assert plain.grad is not None and leaf.grad is not None, name
-        torch.testing.assert_close(leaf.grad, cut.part(plain.grad, 1), rtol=1e-12, atol=1e-12, msg=name)
+    x = torch.randn(2, T, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain, cut = x.clone().requires_grad_(), even_cut(world_group(), T)
+    leaf = cut.part(x, 1).clone().requires_grad_()
+    expected, result = operation(plain), operation(SequenceShard(leaf, 1, cut))
+    assert tuple(result.shape) == tuple(expected.shape)
+    torch.testing.assert_close(
+        whole(result) if isinstance(result, SequenceShard) else result, expected, rtol=1e-12, atol=1e-12
+    )
+    factor = torch.linspace(0.5, 2, expected.numel(), dtype=torch.float64).view(expected.shape)
+    (expected * factor).sum().backward()
+    ((result * factor).sum() / world_group().size).backward()
+    assert plain.grad is not None and leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, cut.part(plain.grad, 1), rtol=1e-12, atol=1e-12)
+
+
+ON_WHOLE = {"softmax over tokens", "largest", "joined tokens", "by mask", "unknown", "written", "checkpointed", "loops"}
+
+
+@pytest.mark.ranks(2, conformance=(3, 4))
+def test_each_operation_is_that_on_whole_sequences() -> None:
+    failed, on_whole = [], set()
+    compute = sequence_shard.on_whole
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operations on whole sequences
+        for name, operation in OPERATIONS.items():
+
+            def on_whole_noted(*arguments: Any, name: str = name) -> Any:
+                on_whole.add(name)
+                return compute(*arguments)
+
+            patch.setattr(sequence_shard, "on_whole", on_whole_noted)
+            try:
+                check_operation(operation)
+            except Exception as error:
+                failed.append(f"{name}: {type(error).__name__}: {error}")
+    assert not failed, "\n".join(failed)
+    assert on_whole == ON_WHOLE
 
 
 class Doubled(torch.autograd.Function):
@@ -241,10 +263,15 @@ class Doubled(torch.autograd.Function):
         return gradients[0] * 2
 
 
-class Summed(Doubled):
+class Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
         return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].expand(ctx.shape)
 
 
 @pytest.mark.ranks(2)
@@ -256,7 +283,7 @@ def test_what_would_be_wrong_is_refused() -> None:
 
     q = heads(OTHER)
     for words, wrong in (
-        ("autograd.Function", lambda: Doubled.apply(shard()) + 1),
+        ("a torch.autograd.Function got", lambda: Doubled.apply(shard()) + 1),
         ("autograd.Function", lambda: Summed.apply(shard()).backward()),
         ("use_reentrant=False", lambda: checkpoint(torch.tanh, shard(), use_reentrant=True) + 1),
         ("dropout_p > 0", lambda: F.scaled_dot_product_attention(heads(shard()), q, q, dropout_p=0.1)),

@@ -58,7 +58,9 @@ def _over_heads(func: Any, q: Any, k: Any, v: Any, mask: Tensor | None, given: K
         mask = mask.chunk(group.size, HEADS)[group.rank]
     result = func(*(to_heads(x.held, x.cut) for x in (q, k, v)), mask, **given)
     # The inverse exchange: from heads to the queries' tokens.
-    own = exchange(result, group, result.dim() + TOKENS, q.cut.sizes, result.dim() + HEADS, [heads // group.size] * group.size)
+    own = exchange(
+        result, group, result.dim() + TOKENS, q.cut.sizes, result.dim() + HEADS, [heads // group.size] * group.size
+    )
     return SequenceShard(own, own.dim() + TOKENS, q.cut)
 
 

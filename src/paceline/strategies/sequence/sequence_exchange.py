@@ -36,9 +36,7 @@ def gather(x: Tensor, group: Group, dim: int, sizes: Sequence[int]) -> Tensor:
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, group: Group, split: int, split_sizes: Any, join: int, join_sizes: Any
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: Group, split: int, split_sizes: Any, join: int, join_sizes: Any) -> Tensor:
         ctx.inverse = group, join, join_sizes, split, split_sizes
         return _exchange(x, group, split, split_sizes, join, join_sizes)
 

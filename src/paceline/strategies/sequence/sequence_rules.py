@@ -116,7 +116,9 @@ def _converted(func: Any, args: Args, kwargs: Kwargs) -> Any:
     x, *rest = args
     if rest and isinstance(rest[0], Tensor):
         like = rest[0]
-        to: Kwargs = {"dtype": like.dtype} if func.__name__ == "type_as" else {"dtype": like.dtype, "device": like.device}
+        to: Kwargs = (
+            {"dtype": like.dtype} if func.__name__ == "type_as" else {"dtype": like.dtype, "device": like.device}
+        )
         return x.to(*rest[1:], **to, **kwargs)
     if not isinstance(x, SequenceShard) or shards_in(kwargs):
         return NotImplemented
@@ -283,7 +285,9 @@ def _pad(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(x, SequenceShard) or any(pad[2 * (-x.place - 1) : 2 * -x.place]) or len(pad) % 2:
         return NotImplemented
     mode = args[2] if len(args) > 2 else kwargs.get("mode", "constant")
-    return SequenceShard(func(x.held, *args[1:], **kwargs), x.token_dim, x.cut) if mode == "constant" else NotImplemented
+    return (
+        SequenceShard(func(x.held, *args[1:], **kwargs), x.token_dim, x.cut) if mode == "constant" else NotImplemented
+    )
 
 
 @rule("cat concat concatenate stack")
@@ -431,7 +435,10 @@ def _dropout(func: Any, args: Args, kwargs: Kwargs) -> Any:
     inplace = args[3] if len(args) > 3 else kwargs.get("inplace", False)
     if not training or p == 0:
         return x
-    mask = torch.dropout(torch.ones(x.shape, dtype=x.dtype, device=x.device), p, True)
+    # torch draws in the order of the input's memory, so the mask has the same order of dimensions.
+    order = sorted(range(x.held.dim()), key=lambda d: -x.held.stride(d))
+    ones = torch.ones([x.shape[d] for d in order], dtype=x.dtype, device=x.device)
+    mask = torch.dropout(ones.permute([order.index(d) for d in range(len(order))]), p, True)
     own = x.cut.part(mask, x.token_dim)
     if inplace:
         x.held.mul_(own)
