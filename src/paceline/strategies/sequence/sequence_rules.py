@@ -69,22 +69,21 @@ def _wrapped(held: Tensor, place: int, cut: Cut) -> SequenceShard:
 # ------------------------------------------------------------ element by element
 
 _ELEMENTWISE = (
-    "add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow float_power neg negative "
-    "exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal abs absolute sign sgn sin cos tan sinh cosh tanh "
-    "asin acos atan atan2 erf erfc erfinv sigmoid logit floor ceil round trunc frac clamp clip clamp_min clamp_max "
-    "maximum minimum fmax fmin where masked_fill lerp addcmul addcdiv nan_to_num isnan isinf isfinite isneginf "
-    "isposinf eq ne lt le gt ge equal_ not_equal less less_equal greater greater_equal logical_and logical_or "
-    "logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not xlogy hypot copysign heaviside "
-    "relu relu6 leaky_relu elu celu selu gelu silu mish softplus softsign hardswish hardsigmoid hardtanh hardshrink "
-    "softshrink tanhshrink threshold logsigmoid polar complex view_as_real conj real imag angle "
-    "float double half bfloat16 int long short bool byte char contiguous clone detach type cuda "
-    "zeros_like ones_like full_like empty_like .data .real .imag threshold_ relu_ alias "
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__ "
-    "__rfloordiv__ __mod__ __rmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ "
-    "__gt__ __ge__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ "
-    "add_ sub_ mul_ div_ neg_ pow_ exp_ sqrt_ rsqrt_ sigmoid_ tanh_ clamp_ clamp_min_ clamp_max_ masked_fill_ zero_ "
-    "fill_ lerp_ addcmul_ addcdiv_ relu6_ leaky_relu_ elu_ hardtanh_ detach_ copy_ nan_to_num_ square_ "
-    "__iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__ __iand__ __ior__ __ixor__"
+    "add sub subtract rsub mul multiply div divide true_divide floor_divide remainder fmod pow float_power neg "
+    "negative exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square reciprocal abs absolute sign sgn sin cos tan "
+    "sinh cosh tanh asin acos atan atan2 erf erfc erfinv sigmoid logit floor ceil round trunc frac clamp clip "
+    "clamp_min clamp_max maximum minimum fmax fmin where masked_fill lerp addcmul addcdiv nan_to_num isnan isinf "
+    "isfinite isneginf isposinf eq ne lt le gt ge equal_ not_equal less less_equal greater greater_equal "
+    "logical_and logical_or logical_xor logical_not bitwise_and bitwise_or bitwise_xor bitwise_not xlogy hypot "
+    "copysign heaviside relu relu6 leaky_relu elu celu selu gelu silu mish softplus softsign hardswish hardsigmoid "
+    "hardtanh hardshrink softshrink tanhshrink threshold logsigmoid polar complex view_as_real conj real imag angle "
+    "float double half bfloat16 int long short bool byte char contiguous clone detach type cuda zeros_like "
+    "ones_like full_like empty_like .data .real .imag threshold_ relu_ alias __add__ __radd__ __sub__ __rsub__ "
+    "__mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __floordiv__ __rfloordiv__ __mod__ __rmod__ __pow__ "
+    "__rpow__ __neg__ __pos__ __abs__ __invert__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __rand__ __or__ "
+    "__ror__ __xor__ __rxor__ add_ sub_ mul_ div_ neg_ pow_ exp_ sqrt_ rsqrt_ sigmoid_ tanh_ clamp_ clamp_min_ "
+    "clamp_max_ masked_fill_ zero_ fill_ lerp_ addcmul_ addcdiv_ relu6_ leaky_relu_ elu_ hardtanh_ detach_ copy_ "
+    "nan_to_num_ square_ __iadd__ __isub__ __imul__ __itruediv__ __idiv__ __ipow__ __iand__ __ior__ __ixor__"
 )
 
 
@@ -178,7 +177,7 @@ def _total(func: Any, x: SequenceShard, dims: set[int], args: Args, kwargs: Kwar
     """A sum or mean over dimensions with the tokens among them: a plain tensor, the same on all processes."""
     if set(kwargs) - {"dim", "keepdim", "dtype", "axis"} or (func.__name__ == "mean" and not x.is_floating_point()):
         return NotImplemented
-    keep = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
+    keep: Any = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
     part = x.held.sum(sorted(dims), keepdim=keep, dtype=kwargs.get("dtype"))
     total = differentiable_sum(part, x.cut.group)
     return total / prod(x.shape[d] for d in dims) if func.__name__ == "mean" else total
@@ -225,13 +224,14 @@ def _reshape(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if name in ("view_as", "reshape_as"):
         return reshaped(x, rest[0].shape)
     if name == "flatten":
-        start = kwargs.get("start_dim", rest[0] if rest else 0) % x.held.dim()
-        end = kwargs.get("end_dim", rest[1] if len(rest) > 1 else -1) % x.held.dim()
+        first: Any = kwargs.get("start_dim", rest[0] if rest else 0)
+        last: Any = kwargs.get("end_dim", rest[1] if len(rest) > 1 else -1)
+        start, end = first % x.held.dim(), last % x.held.dim()
         return reshaped(x, [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]])
     if name == "unflatten":
-        dim, sizes = kwargs.get("dim", rest[0] if rest else None), kwargs.get("sizes", rest[-1])
-        dim %= x.held.dim()
-        sizes = list(sizes)
+        given: Any = kwargs.get("dim", rest[0] if rest else 0)
+        parts: Any = kwargs.get("sizes", rest[-1] if rest else ())
+        dim, sizes = given % x.held.dim(), list(parts)
         if -1 in sizes:
             sizes[sizes.index(-1)] = shape[dim] // -prod(sizes)
         return reshaped(x, [*shape[:dim], *sizes, *shape[dim + 1 :]])
@@ -255,7 +255,7 @@ def _moved(func: Any, args: Args, kwargs: Kwargs) -> Any:
     if func.__name__ == "squeeze" and not rest and not kwargs:
         rest = [tuple(d for d, n in enumerate(x.shape) if n == 1)]
     elif func.__name__ == "squeeze":
-        dims = kwargs.get("dim", rest[0] if rest else ())
+        dims: Any = kwargs.get("dim", rest[0] if rest else ())
         dims = [dims] if isinstance(dims, int) else dims
         rest, kwargs = [tuple(d for d in dims if x.shape[d] == 1)], {}
     moved = func(marks, *rest, **kwargs)
@@ -293,7 +293,7 @@ def _pad(func: Any, args: Args, kwargs: Kwargs) -> Any:
 @rule("cat concat concatenate stack")
 def _joined(func: Any, args: Args, kwargs: Kwargs) -> Any:
     tensors = list(args[0] if args else kwargs["tensors"])
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+    dim: Any = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
     if "out" in kwargs:
         return NotImplemented
     if func.__name__ == "stack":

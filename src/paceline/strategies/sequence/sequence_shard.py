@@ -39,19 +39,23 @@ Rule = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 RULES: dict[str, Rule] = {}
 
-_FORM = frozenset(
+_FORM_NAMES = (
     "size dim ndimension numel nelement __len__ stride element_size get_device is_floating_point is_complex is_signed "
     "is_contiguous is_same_size __hash__ .shape .ndim .dtype .device .layout .is_cuda .is_cpu .is_meta .is_sparse "
-    ".is_quantized .is_nested .is_mps .is_xpu .is_mkldnn .itemsize .nbytes .names .name".split()
+    ".is_quantized .is_nested .is_mps .is_xpu .is_mkldnn .itemsize .nbytes .names .name"
 )
-"""Functions and attributes (with a dot) that need only the whole tensor's shape, dtype and device."""
-_OF_LOCAL = frozenset(
+_LOCAL_NAMES = (
     ".requires_grad .is_leaf .output_nr ._version .grad_fn .retains_grad requires_grad_ register_hook retain_grad "
-    "new_zeros new_ones new_full new_empty new_tensor".split()
+    "new_zeros new_ones new_full new_empty new_tensor"
 )
+_READING_NAMES = "item tolist numpy __bool__ __int__ __float__ __index__ __array__ __format__ cpu equal"
+_FORM = frozenset(_FORM_NAMES.split())
+"""Functions and attributes (with a dot) that need only the whole tensor's shape, dtype and device."""
+_OF_LOCAL = frozenset(_LOCAL_NAMES.split())
 """Functions and attributes of the local tensor."""
-_READS = frozenset("item tolist numpy __bool__ __int__ __float__ __index__ __array__ __format__ cpu equal".split())
+_READS = frozenset(_READING_NAMES.split())
 """Functions that scripts call for logging."""
+_NOT_IN_PLACE = frozenset(["__int__", "__index__", "__invert__", "__iter__"])
 _warned: set[str] = set()
 
 
@@ -146,7 +150,9 @@ class SequenceShard(Tensor):
         return call(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         raise ModelError(
             f"strategy ulysses: {func} got a tensor of which this process holds only some tokens, from code that "
             "bypasses torch's functions (a compiled function, torch.func, or a custom operator). Use plain PyTorch "
@@ -185,8 +191,10 @@ def all_whole(value: Any) -> Any:
 
 
 def is_in_place(name: str) -> bool:
-    return (name[-1] == "_" and name[-2:] != "__") or (name.startswith("__i") and name not in ("__int__", "__index__",
-        "__invert__", "__iter__", "__init__")) or name == "__setitem__"  # fmt: skip
+    """Whether a function writes to its first argument, by the name: add_, __iadd__, __setitem__."""
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return name.endswith("_")
 
 
 def call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

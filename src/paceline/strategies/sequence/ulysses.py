@@ -11,8 +11,9 @@ Phase 2, backward: the same in reverse. All processes of a group have the same l
 Phase 3, reduce, in the last micro-batch: gradients are summed over all processes.
 Phase 4, step: each process makes the same update.
 
-Traffic of a process in a group of n, for each attention: four all-to-alls in the forward and four in the backward, each
-sending (n - 1) / n of the process's part of q, k, v or the output. Between all processes: gradients, after the backward.
+Traffic of a process in a group of n, for each attention: all-to-alls of q, k, v and the output in the forward, and of
+their gradients in the backward. Each sends (n - 1) / n of the process's part of the tensor. Between all processes:
+gradients, after the backward.
 Memory per process: parameters, gradients and optimizer state in full; activations 1/n. Within attention a process has
 1/n of the heads for all tokens.
 
