@@ -87,6 +87,7 @@ STRATEGY_NAMES = {
     "fsdp",
     "pipeline",
     "tensor",
+    "ulysses",
     "local_sgd",
     "diloco",
     "parameter_server",
@@ -208,7 +209,7 @@ def test_the_run_never_asks_which_strategy_it_holds(name: str) -> None:
     checked = [n.args[1] for n in NODES[path] if isinstance(n, ast.Call) and ast.unparse(n.func) == "isinstance"]
     assert not {ast.unparse(what) for what in checked} & {
         *("Strategy", "Single", "DDP", "FSDP", "DataParallel", "Mirrored", "CentralStorage", "Pipeline"),
-        *("LocalSGD", "DiLoCo", "TensorParallel", "DeepSpeed"),
+        *("LocalSGD", "DiLoCo", "TensorParallel", "Ulysses", "DeepSpeed"),
     }
     families = {name for name in imports(path) if name.startswith("paceline.strategies.") and name.count(".") == 3}
     assert all(name.startswith("paceline.strategies.kit.") for name in families)

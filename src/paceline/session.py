@@ -67,8 +67,8 @@ def start(
 
     Args:
         strategy: "single" (the default for one process), "ddp" (the default for several processes), "data_parallel",
-            "mirrored", "central_storage", "shared", "fsdp", "tensor", "pipeline", "local_sgd", "diloco",
-            "parameter_server" or "deepspeed". With options: "ddp:bucket_mb=50,static_graph=true" or
+            "mirrored", "central_storage", "shared", "fsdp", "tensor", "ulysses", "pipeline", "local_sgd",
+            "diloco", "parameter_server" or "deepspeed". With options: "ddp:bucket_mb=50,static_graph=true" or
             paceline.strategy("ddp", bucket_mb=50).
         precision: "fp32", "bf16", "fp16" or "bf16-params".
         seed: seed of all randomness: initialisation, order, augmentation, noise. Default: 0.

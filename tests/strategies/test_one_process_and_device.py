@@ -25,6 +25,7 @@ LINES = {  # by strategy: what is said at the start
     "mirrored": "strategy mirrored trains like 'single', since this run has one device.",
     "tensor": "strategy tensor trains like 'single', since this run has one process.",
     "fsdp+tensor": "strategy fsdp+tensor shards nothing here and runs as 'fsdp', since this run has one process.",
+    "ulysses": "strategy ulysses trains like 'single', since this run has one process.",
     "pipeline": "strategy pipeline trains like 'single', since this run has one process.",
     "local_sgd": "strategy local_sgd trains like 'single', since this run has one process.",
     "parameter_server": "strategy parameter_server trains like 'single', since this run has one process.",
@@ -32,7 +33,7 @@ LINES = {  # by strategy: what is said at the start
 LOOP = [
     *(name for name in STRATEGIES if name not in ("deepspeed", "diloco")),  # diloco's outer steps change the result
     "fsdp:stage=1", "fsdp:stage=2,offload=true", "fsdp:checkpointing=true,wrap=Sequential,min_params=0",
-    "tensor:plan=trunk.0:column,trunk.3:row", "tensor:size=1", "parameter_server:mode=async",
+    "tensor:plan=trunk.0:column,trunk.3:row", "tensor:size=1", "ulysses:size=1", "parameter_server:mode=async",
     "central_storage:devices=cpu",
 ]  # fmt: skip
 CLOSURE = ["single", "fsdp", "pipeline:stages=1,schedule=1f1b", "mirrored:reduction=ring", "data_parallel:devices=cpu"]

@@ -5,6 +5,7 @@
     shard        different examples, shards of parameters    fsdp, deepspeed
     stage        the same examples, different layers        pipeline
     tensor       the same examples, parts of layers         tensor
+    sequence     the same examples and parameters, parts of the tokens    ulysses
 
 replicate and shard are data dimensions: a global batch is split over their product. stage and tensor are model
 dimensions. Ranks are adjacent along the last dimension, since model dimensions communicate most and adjacent ranks are

@@ -51,6 +51,7 @@ STRATEGIES = {
     "central_storage": "paceline.strategies.replicated.central_storage:CentralStorage",
     "tensor": "paceline.strategies.tensor.tensor:TensorParallel",
     "fsdp+tensor": "paceline.strategies.sharded.fsdp_tensor:FSDPTensor",
+    "ulysses": "paceline.strategies.sequence.ulysses:Ulysses",
     "pipeline": "paceline.strategies.pipeline.pipeline:Pipeline",
     "local_sgd": "paceline.strategies.periodic.local_sgd:LocalSGD",
     "diloco": "paceline.strategies.periodic.diloco:DiLoCo",
@@ -62,6 +63,7 @@ _ELSEWHERE = {  # name in another tool -> name here
     **dict.fromkeys(("zero", "zero1", "zero2", "zero3", "hsdp", "fsdp2", "fully_shard"), "fsdp"),
     **dict.fromkeys(("distributed", "horovod", "multi_worker_mirrored"), "ddp"),
     **dict.fromkeys(("tp", "model_parallel", "tensor_parallel", "megatron"), "tensor"),
+    **dict.fromkeys(("sp", "sequence_parallel", "sequence", "cp", "context_parallel"), "ulysses"),
     **dict.fromkeys(("pp", "pipeline_parallel", "gpipe"), "pipeline"),
     **dict.fromkeys(("ps", "parameter_servers"), "parameter_server"),
 }

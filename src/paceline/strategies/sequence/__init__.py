@@ -1,0 +1,1 @@
+"""Each process holds a part of the tokens of each example."""
