@@ -47,6 +47,11 @@ def sent_by_ring(group: Group, size: float) -> float:
     return (group.size - 1) / group.size * size
 
 
+def reduce_scatter_passes(cluster: Cluster) -> int:
+    """Passes over the ring in a reduce-scatter: 1 with NCCL. gloo, on CPUs, makes a whole all-reduce of it."""
+    return 2 if cluster.shares_cores else 1
+
+
 def pass_seconds(cluster: Cluster, group: Group, size: float) -> float:
     """Seconds to all-gather or reduce-scatter `size` bytes (all devices' parts together) over a ring.
 
@@ -66,6 +71,11 @@ def pass_seconds(cluster: Cluster, group: Group, size: float) -> float:
         assert cluster.bandwidth is not None
         seconds = max(seconds, sent / cluster.bandwidth)
     return seconds + (group.size - 1) * cluster.node_latency
+
+
+def reduce_scatter_seconds(cluster: Cluster, group: Group, size: float) -> float:
+    """Seconds to reduce-scatter `size` bytes."""
+    return reduce_scatter_passes(cluster) * pass_seconds(cluster, group, size)
 
 
 def all_reduce_seconds(cluster: Cluster, group: Group, size: float) -> float:

@@ -29,6 +29,8 @@ from paceline.planning.collectives import (
     groups,
     message_seconds,
     pass_seconds,
+    reduce_scatter_passes,
+    reduce_scatter_seconds,
     sent_by_ring,
     whole,
 )
@@ -256,13 +258,14 @@ def _sharded(
         return pass_seconds(c, sharded_over, size * narrow)
 
     def reduced(size: float) -> float:
-        return pass_seconds(c, sharded_over, size) + all_reduce_seconds(c, replicas_over, size / shards)
+        return reduce_scatter_seconds(c, sharded_over, size) + all_reduce_seconds(c, replicas_over, size / shards)
 
     gathers = 2 if stage == 3 else 1
     hidden = count * (gathers * sum(map(gathered, layers)) + sum(map(reduced, layer_gradients)))
     exposed = count * (gathered(outside) + reduced(outside_gradients))
     total, total_gradients = sum(layers) + outside, sum(layer_gradients) + outside_gradients
-    sent = count * sent_by_ring(sharded_over, narrow * (gathers * sum(layers) + outside) + total_gradients)
+    moved = narrow * (gathers * sum(layers) + outside) + reduce_scatter_passes(c) * total_gradients
+    sent = count * sent_by_ring(sharded_over, moved)
     sent += count * 2 * sent_by_ring(replicas_over, total_gradients / shards)
 
     recomputed = sum(layer.flops for layer in m.layers) / m.flops if checkpointing and m.flops else float(checkpointing)
