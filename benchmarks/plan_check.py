@@ -6,8 +6,10 @@
 here     Two models under ddp and fsdp on 1, 2 and 4 processes of this machine. The plan is made from one process. The
          rate and the latency of gloo between the processes are measured by two all-reduces, a small and a large one.
          The processes share the cores, so each is 1 / n as fast as the measured process. Runs are trials of `paceline
-         compare`, in rounds: each round measures the single process and every case once. A step's time is the median
-         over the rounds of the fastest quarter of a trial's steps, since other programs may run at the same time.
+         compare`, in rounds: each round measures the single process and every case once. Other programs may run at
+         the same time, so a step's time is that of the fastest quarter of a trial's steps, in the fastest round. The
+         same holds for the plan's seconds and for the links. Memory is the peak of resident memory above that of the
+         same run with a tiny model, since most of a small process is libraries; the plan's `other` is left out.
 public   Tokens per second of public training runs, from the model's sizes alone: FLOPs as torch's counter counts them
          (twice the forward for the backward; whole attention, without the causal half), with recomputed products.
          Nothing was fitted to these runs: the fraction of the peak is the table of other runs in
@@ -43,8 +45,8 @@ from paceline.trials.start import Length, Script
 
 HERE = Path(__file__).parent
 JOB = HERE / "plan_job.py"
-STEPS, WARMUP = 16, 4
-STRATEGIES = ("ddp:reducer=native", "fsdp:stage=1", "fsdp:stage=2", "fsdp:stage=3")
+STEPS, WARMUP = 13, 3
+STRATEGIES = ("ddp:reducer=native", "fsdp:stage=1", "fsdp:stage=3")
 BARS = {"memory": 0.05, "seconds": 0.15, "public": 0.25}
 
 
@@ -81,6 +83,7 @@ def check_here(model: str, sizes: list[int], turns: int) -> list[dict[str, Any]]
     script = Script(str(JOB), (model,), False, {"device": "cpu"})
     cases = [("single", 1)] + [(name, n) for n in sizes if n > 1 for name in STRATEGIES]
     singles: list[Measurement] = []
+    tiny: dict[tuple[str, int], float] = {}  # peak of resident memory with a tiny model
     probes: dict[int, list[dict[str, float]]] = {n: [] for n in sizes if n > 1}
     runs: dict[tuple[str, int], list[Any]] = {case: [] for case in cases}
     length = Length(STEPS, WARMUP, 300.0)
@@ -96,16 +99,20 @@ def check_here(model: str, sizes: list[int], turns: int) -> list[dict[str, Any]]
                 records = run_trial(script, case, length, interrupts)
                 assert isinstance(records, list), records
                 runs[name, n].append(records)
+                if turn == 0:
+                    small = run_trial(Script(str(JOB), ("tiny",), False, {"device": "cpu"}), case, length, interrupts)
+                    assert isinstance(small, list), small
+                    tiny[name, n] = max(record["memory_bytes"] for record in small)
                 print(f"round {turn + 1}: {model}, {name}, {n} processes", file=sys.stderr, flush=True)
-    measured = joined(singles)
+    measured = min(singles, key=lambda one: sum(one.forward) + sum(one.backward) + sum(one.update))
     rows = []
     for (name, n), rounds in runs.items():
         links = probes.get(n) or [{"latency_seconds": 0.0, "bytes_per_second": 1.0}]
         cluster = Cluster(
             1,
             n,
-            bandwidth=statistics.median(link["bytes_per_second"] for link in links),
-            latency=statistics.median(link["latency_seconds"] for link in links),
+            bandwidth=max(link["bytes_per_second"] for link in links),
+            latency=min(link["latency_seconds"] for link in links),
             speed=1 / n,
             shares_cores=True,
         )
@@ -120,20 +127,15 @@ def check_here(model: str, sizes: list[int], turns: int) -> list[dict[str, Any]]
             "model": model,
             "strategy": name,
             "processes": n,
-            "link": {key: statistics.median(link[key] for link in links) for key in links[0]} if n > 1 else None,
-            "memory_bytes": compared(cost.memory.total.middle, statistics.median(memory), "memory"),
-            "step_seconds": compared(seconds.middle, statistics.median(steps), "seconds")
+            "link": {"bytes_per_second": cluster.bandwidth, "latency_seconds": cluster.latency} if n > 1 else None,
+            "memory_bytes": compared(
+                    cost.memory.total.middle - cost.memory.other, statistics.median(memory) - tiny[name, n], "memory"
+                ),
+            "step_seconds": compared(seconds.middle, min(steps), "seconds")
             | {"low": seconds.low, "high": seconds.high, "measured_by_round": steps},
             "sent_bytes": {"predicted": cost.sent_bytes, "measured": statistics.median(sent)},
         })  # fmt: skip
     return rows
-
-
-def joined(measurements: list[Measurement]) -> Measurement:
-    """One measurement with the steps of all; other_bytes: the median."""
-    names = ("forward", "backward", "update", "other")
-    steps: dict[str, Any] = {name: [x for one in measurements for x in getattr(one, name)] for name in names}
-    return replace(measurements[0], **steps, other_bytes=statistics.median(one.other_bytes for one in measurements))
 
 
 def compared(predicted: float, measured: float, bar: str) -> dict[str, Any]:
@@ -278,7 +280,8 @@ def main() -> None:
     options = parser.parse_args()
     document: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
     began, load = datetime.datetime.now(datetime.timezone.utc), os.getloadavg()
-    about = {"time": began.isoformat(timespec="seconds"), "machine": machine()}
+    about = {"time": began.isoformat(timespec="seconds")}
+    document |= {"command": "python benchmarks/plan_check.py", **about, "machine": machine()}
     if options.part in (None, "public"):
         document["public"] = about | {"bar": BARS["public"], "rows": [check_published(case) for case in PUBLISHED]}
     if options.part in (None, "here"):

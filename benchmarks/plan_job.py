@@ -1,4 +1,4 @@
-"""The jobs of plan_check.py: python benchmarks/plan_job.py mlp | gpt | probe."""
+"""The jobs of plan_check.py: python benchmarks/plan_job.py mlp | gpt | tiny | probe."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ def probe() -> None:
 def train(name: str) -> None:
     run = paceline.start(seed=0, progress="off")
     generator = torch.Generator().manual_seed(0)
-    if name == "mlp":
+    if name in ("mlp", "tiny"):
+        depth = 8 if name == "mlp" else 0
         model: nn.Module = nn.Sequential(
-            *(layer for _ in range(6) for layer in (nn.Linear(1536, 1536), nn.ReLU())), nn.Linear(1536, 10)
+            *(layer for _ in range(depth) for layer in (nn.Linear(1536, 1536), nn.ReLU())), nn.Linear(1536, 10)
         )
         data = TensorDataset(
             torch.randn(512, 1536, generator=generator), torch.randint(10, (512,), generator=generator)

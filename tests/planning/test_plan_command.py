@@ -88,8 +88,14 @@ def test_the_table_and_the_file_agree(planned: tuple[Result, Any, Measurement]) 
     assert re.search(r"deepspeed: not modelled", result.stdout)
 
 
-@pytest.mark.conformance
-@pytest.mark.parametrize("strategy", ["ddp:reducer=native", "fsdp:stage=1", "fsdp:stage=3"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("ddp:reducer=native", marks=pytest.mark.full),
+        pytest.param("fsdp:stage=1", marks=pytest.mark.full),
+        pytest.param("fsdp:stage=3", marks=pytest.mark.conformance),
+    ],
+)
 def test_counted_bytes_of_a_real_run(strategy: str, planned: tuple[Result, Any, Measurement]) -> None:
     """Bytes that the kernel counts on the connections of two processes. The rest is control messages."""
     _, _, found = planned
