@@ -5,7 +5,8 @@
 
 here     Two models under ddp and fsdp on 1, 2 and 4 processes of this machine. The plan is made from one process. The
          rate and the latency of gloo between the processes are measured by two all-reduces, a small and a large one.
-         The processes share the cores, so each is 1 / n as fast as the measured process. Runs are trials of `paceline
+         Each process has one thread. If there are more processes than cores, they share the cores, so each is slower
+         than the measured process by cores / processes. Runs are trials of `paceline
          compare`, in rounds: each round measures the single process and every case once. Other programs may run at
          the same time, so a step's time is that of the fastest quarter of a trial's steps, in the fastest round. The
          same holds for the plan's seconds and for the links. Memory is the peak of resident memory above that of the
@@ -45,7 +46,7 @@ from paceline.trials.start import Length, Script
 
 HERE = Path(__file__).parent
 JOB = HERE / "plan_job.py"
-STEPS, WARMUP = 13, 3
+STEPS, WARMUP = 10, 2
 STRATEGIES = ("ddp:reducer=native", "fsdp:stage=1", "fsdp:stage=3")
 BARS = {"memory": 0.05, "seconds": 0.15, "public": 0.25}
 
@@ -113,7 +114,7 @@ def check_here(model: str, sizes: list[int], turns: int) -> list[dict[str, Any]]
             n,
             bandwidth=max(link["bytes_per_second"] for link in links),
             latency=min(link["latency_seconds"] for link in links),
-            speed=1 / n,
+            speed=min(1.0, (os.cpu_count() or 1) / n),
             shares_cores=True,
         )
         cost = cost_of(parse_strategy(name), Job(measured, cluster, measured.examples))
@@ -274,11 +275,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=HERE / "results" / "plan_check.json")
     parser.add_argument("--part", choices=("here", "public"), help="default: both")
-    parser.add_argument("--models", default="mlp,gpt")
+    parser.add_argument("--models", default="mlp,gpt", metavar="NAME,...")
     parser.add_argument("--processes", default="1,2,4")
     parser.add_argument("--rounds", type=int, default=4)
     options = parser.parse_args()
     document: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {}
+    os.environ["OMP_NUM_THREADS"] = "1"  # of all trials
     began, load = datetime.datetime.now(datetime.timezone.utc), os.getloadavg()
     about = {"time": began.isoformat(timespec="seconds")}
     document |= {"command": "python benchmarks/plan_check.py", **about, "machine": machine()}

@@ -62,7 +62,7 @@ def train(name: str) -> None:
         data = TensorDataset(
             torch.randn(512, 1536, generator=generator), torch.randint(10, (512,), generator=generator)
         )
-        batch = 64
+        batch = 16
     else:
         model = GPT()
         tokens = torch.randint(4096, (64, 65), generator=generator)

@@ -55,6 +55,7 @@ def test_a_ring_over_two_nodes_is_as_slow_as_the_link_between_them() -> None:
         (2, 4, 4, ((4, 1), (2, 2))),
         (2, 4, 8, ((8, 2), (1, 1))),
         (4, 2, 4, ((4, 2), (2, 2))),
+        (3, 8, 12, ((12, 2), (2, 2))),
         (1, 8, 2, ((2, 1), (4, 1))),
     ],
 )
@@ -235,11 +236,26 @@ def test_every_strategy_is_modelled_or_named_as_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["ddp:codec=bf16", "ddp:reducer=direct", "fsdp:offload=true", "pipeline:schedule=other"]
+    ("text", "reason"),
+    [
+        ("ddp:codec=bf16", "option codec is not modelled"),
+        ("ddp:reducer=direct", "reducer=direct is not modelled"),
+        ("fsdp:offload=true", "option offload is not modelled"),
+        ("fsdp:stage=two", "stage=two cannot be read"),
+        ("fsdp:stage=9", "stage=9: use 1"),
+        ("fsdp:replicate=3", "replicate=3"),
+        ("pipeline:schedule=other", "schedule='other' is not known"),
+        ("parameter_server:mode=async", "its workers do not wait"),
+        ("local_sgd:every=0", "every=0"),
+    ],
 )
-def test_options_without_a_model_are_refused(text: str) -> None:
-    with pytest.raises(CannotRun, match="not modelled"):
+def test_options_without_a_model_are_refused(text: str, reason: str) -> None:
+    with pytest.raises(CannotRun, match=reason):
         cost(text)
+
+
+def test_one_bucket() -> None:
+    assert cost("ddp:bucket_mb=inf").exposed == pytest.approx(0.72)
 
 
 def test_all_candidates_have_a_cost_on_many_shapes() -> None:

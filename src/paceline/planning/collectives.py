@@ -35,11 +35,9 @@ def groups(cluster: Cluster, inner: int) -> tuple[Group, Group]:
 
     inner: a divisor of the number of devices.
     """
-    per_node = cluster.devices_per_node
     outer = cluster.size // inner
-    inner_nodes = max(1, -(-inner // per_node))
-    outer_nodes = min(outer, cluster.nodes // inner_nodes if inner_nodes > 1 else cluster.nodes)
-    return Group(inner, inner_nodes), Group(outer, outer_nodes)
+    inner_nodes = -(-inner // cluster.devices_per_node)
+    return Group(inner, inner_nodes), Group(outer, min(outer, cluster.nodes))
 
 
 def sent_by_ring(group: Group, size: float) -> float:

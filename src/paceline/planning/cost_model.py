@@ -527,3 +527,5 @@ MODELS: dict[str, Callable[..., Cost]] = {
     "data_parallel": data_parallel,
     "central_storage": central_storage,
 }
+
+ONE_PROCESS = ("single", "mirrored", "data_parallel", "central_storage")

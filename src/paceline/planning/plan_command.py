@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import inspect
 import json
 import os
 import sys
@@ -25,11 +27,12 @@ from paceline.launcher.output import say
 from paceline.planning import limits
 from paceline.planning.candidates import NOT_MODELLED, read_candidates
 from paceline.planning.cluster import Cluster, ClusterOptions, make_cluster
-from paceline.planning.cost_model import MODELS, CannotRun, Cost, Job
+from paceline.planning.cost_model import MODELS, ONE_PROCESS, CannotRun, Cost, Job
 from paceline.planning.device_figures import DEVICES, FRACTION_SOURCE
 from paceline.planning.measurement import SCHEMA, Measurement, read_measurement, read_measurement_file
 from paceline.planning.plan_table import render_plan
 from paceline.planning.ranges import Range
+from paceline.strategies import check
 from paceline.trials.json_file import check_writable, write_json
 from paceline.trials.spec import TrialSpec
 from paceline.trials.start import Length, Script, Start
@@ -138,25 +141,33 @@ def cost_of(spec: StrategySpec, job: Job) -> Cost:
     Raises:
         CannotRun: it cannot run on this cluster, or is not modelled with these options.
     """
+    size = job.cluster.size
+    model = MODELS[spec.name]
+    known = inspect.signature(model).parameters
     options = {key: _value(value) for key, value in spec.options.items()}
+    for key, value in options.items():
+        if key not in known or key == "job":
+            raise CannotRun(f"option {key} is not modelled")
+        if not isinstance(value, (float, int) if isinstance(known[key].default, float) else type(known[key].default)):
+            raise CannotRun(f"{key}={value} cannot be read")
     try:
-        return MODELS[spec.name](job, **options)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        if not options:
-            raise
-        raise CannotRun(f"not modelled with these options ({error})") from None
+        if spec.name not in ONE_PROCESS:
+            check(spec, size + int(options.get("servers", spec.name == "parameter_server")))
+    except SettingError as error:
+        raise CannotRun(str(error)) from None
+    return model(job, **options)
 
 
 def _value(value: Any) -> Any:
-    """An option's value; text from the command line as a number or truth value if it is one."""
+    """An option's value; text from the command line as a truth value or number if it is one."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
-    try:
-        return float(value) if "." in value else int(value)
-    except ValueError:
-        return value
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(value)
+    return value
 
 
 def make_plan_document(measured: Measurement, cluster: Cluster, options: PlanOptions) -> dict[str, Any]:
