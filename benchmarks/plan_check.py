@@ -1,16 +1,17 @@
-"""Compare `paceline plan` with measured runs: on this machine, and with figures that others have published.
+"""Compare `paceline plan` with runs: on this machine, and with figures that others have published.
 
     python benchmarks/plan_check.py --json benchmarks/results/plan_check.json            # 15 minutes on two cores
-    python benchmarks/plan_check.py --part public --json FILE                            # one part; the other stays
+    python benchmarks/plan_check.py --part public --json FILE                            # one part; the others stay
 
-here     Two models under ddp and fsdp on 1, 2 and 4 processes of this machine. The plan is made from one process. The
-         rate and the latency of gloo between the processes are measured by two all-reduces, a small and a large one.
-         Each process has one thread. If there are more processes than cores, they share the cores, so each is slower
-         than the measured process by cores / processes. Runs are trials of `paceline
-         compare`, in rounds: each round measures the single process and every case once. Other programs may run at
-         the same time, so a step's time is that of the fastest quarter of a trial's steps, in the fastest round. The
-         same holds for the plan's seconds and for the links. Memory is the peak of resident memory above that of the
-         same run with a tiny model, since most of a small process is libraries; the plan's `other` is left out.
+memory   The most bytes in tensors during a step, on 1, 2 and 4 processes of this machine, as torch's MemTracker counts
+         them, for two models under ddp and fsdp. The plan is made from one process. Left out on both sides: `other`
+         (interpreter and libraries), and ddp's buckets, which the tracker does not see.
+time     Seconds of a step and bytes that a process sends, of the same models. The rate and the latency of gloo between
+         the processes are measured by two all-reduces, a small and a large one. Each process has one thread. If there
+         are more processes than cores, each is slower than the measured process by cores / processes. Runs are trials
+         of `paceline compare`, in rounds: each round measures the single process and every case once. Other programs
+         may run at the same time, so a step's time is that of the fastest quarter of a trial's steps, in the fastest
+         round. The same holds for the plan's seconds and for the links.
 public   Tokens per second of public training runs, from the model's sizes alone: FLOPs as torch's counter counts them
          (twice the forward for the backward; whole attention, without the causal half), with recomputed products.
          Nothing was fitted to these runs: the fraction of the peak is the table of other runs in
@@ -79,12 +80,11 @@ def fastest(measured: Measurement) -> Measurement:
     return replace(measured, **{name: [getattr(measured, name)[i] for i in chosen] for name in names})
 
 
-def check_here(model: str, sizes: list[int], turns: int) -> list[dict[str, Any]]:
+def check_time(model: str, sizes: list[int], turns: int) -> list[dict[str, Any]]:
     """Predicted and measured figures of one model."""
     script = Script(str(JOB), (model,), False, {"device": "cpu"})
     cases = [("single", 1)] + [(name, n) for n in sizes if n > 1 for name in STRATEGIES]
     singles: list[Measurement] = []
-    tiny: dict[tuple[str, int], float] = {}  # peak of resident memory with a tiny model
     probes: dict[int, list[dict[str, float]]] = {n: [] for n in sizes if n > 1}
     runs: dict[tuple[str, int], list[Any]] = {case: [] for case in cases}
     length = Length(STEPS, WARMUP, 300.0)
@@ -100,10 +100,6 @@ def check_here(model: str, sizes: list[int], turns: int) -> list[dict[str, Any]]
                 records = run_trial(script, case, length, interrupts)
                 assert isinstance(records, list), records
                 runs[name, n].append(records)
-                if turn == 0:
-                    small = run_trial(Script(str(JOB), ("tiny",), False, {"device": "cpu"}), case, length, interrupts)
-                    assert isinstance(small, list), small
-                    tiny[name, n] = max(record["memory_bytes"] for record in small)
                 print(f"round {turn + 1}: {model}, {name}, {n} processes", file=sys.stderr, flush=True)
     measured = min(singles, key=lambda one: sum(one.forward) + sum(one.backward) + sum(one.update))
     rows = []
@@ -122,16 +118,12 @@ def check_here(model: str, sizes: list[int], turns: int) -> list[dict[str, Any]]
         steps = [
             fast([s["seconds"] - s["waited"] for r in records for s in r["steps"] if s["timed"]]) for records in rounds
         ]
-        memory = [max(record["memory_bytes"] for record in records) for records in rounds]
         sent = [max(record["bytes_sent"] or 0 for record in records) / (STEPS - WARMUP) for records in rounds]
         rows.append({
             "model": model,
             "strategy": name,
             "processes": n,
             "link": {"bytes_per_second": cluster.bandwidth, "latency_seconds": cluster.latency} if n > 1 else None,
-            "memory_bytes": compared(
-                    cost.memory.total.middle - cost.memory.other, statistics.median(memory) - tiny[name, n], "memory"
-                ),
             "step_seconds": compared(seconds.middle, min(steps), "seconds")
             | {"low": seconds.low, "high": seconds.high, "measured_by_round": steps},
             "sent_bytes": {"predicted": cost.sent_bytes, "measured": statistics.median(sent)},
@@ -142,6 +134,26 @@ def check_here(model: str, sizes: list[int], turns: int) -> list[dict[str, Any]]
 def compared(predicted: float, measured: float, bar: str) -> dict[str, Any]:
     error = predicted / measured - 1
     return {"predicted": predicted, "measured": measured, "error": error, "within": abs(error) <= BARS[bar]}
+
+
+def check_memory(model: str, sizes: list[int]) -> list[dict[str, Any]]:
+    """Predicted and counted bytes of one model."""
+    script = Script(str(JOB), (model,), False, {"device": "cpu"})
+    with Interrupts() as interrupts:
+        measured = measure(script, PlanOptions(script, ClusterOptions(), steps=3), interrupts)
+    assert isinstance(measured, Measurement), measured
+    rows = []
+    for name, n in [("single", 1)] + [(name, n) for n in sizes if n > 1 for name in STRATEGIES]:
+        command = [sys.executable, "-m", "paceline", "run", "--nproc", str(n), "--strategy", name, "--device", "cpu"]
+        printed = subprocess.run([*command, str(JOB), model, "memory"], check=True, capture_output=True, text=True)
+        counted = max(json.loads(printed.stdout.strip().splitlines()[-1]))
+        cluster = Cluster(1, n, bandwidth=1e9, shares_cores=True)
+        memory = cost_of(parse_strategy(name), Job(measured, cluster, measured.examples)).memory
+        predicted = memory.total.middle - memory.other - (memory.buffers if name.startswith("ddp") else 0)
+        row = {"model": model, "strategy": name, "processes": n, "bytes": compared(predicted, counted, "memory")}
+        rows.append(row | {"parts": memory._asdict()})
+        print(f"{model}, {name}, {n} processes: {row['bytes']}, {memory}", file=sys.stderr, flush=True)
+    return rows
 
 
 # --- figures of others
@@ -274,7 +286,7 @@ def check_published(case: Published) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=HERE / "results" / "plan_check.json")
-    parser.add_argument("--part", choices=("here", "public"), help="default: both")
+    parser.add_argument("--part", choices=("memory", "time", "public"), help="default: all")
     parser.add_argument("--models", default="mlp,gpt", metavar="NAME,...")
     parser.add_argument("--processes", default="1,2,4")
     parser.add_argument("--rounds", type=int, default=4)
@@ -286,13 +298,15 @@ def main() -> None:
     document |= {"command": "python benchmarks/plan_check.py", **about, "machine": machine()}
     if options.part in (None, "public"):
         document["public"] = about | {"bar": BARS["public"], "rows": [check_published(case) for case in PUBLISHED]}
-    if options.part in (None, "here"):
-        sizes = [int(n) for n in options.processes.split(",")]
+    sizes = [int(n) for n in options.processes.split(",")]
+    if options.part in (None, "memory"):
+        rows = [row for model in options.models.split(",") for row in check_memory(model, sizes)]
+        document["memory"] = about | {"bar": BARS["memory"], "rows": rows}
+    if options.part in (None, "time"):
         start = time.monotonic()
-        rows = [row for model in options.models.split(",") for row in check_here(model, sizes, options.rounds)]
-        document["here"] = about | {
-            "command": "python benchmarks/plan_check.py " + " ".join(sys.argv[1:]),
-            "bars": {key: BARS[key] for key in ("memory", "seconds")},
+        rows = [row for model in options.models.split(",") for row in check_time(model, sizes, options.rounds)]
+        document["time_of_a_step"] = about | {
+            "bar": BARS["seconds"],
             "load_average": {"before": load[0], "after": os.getloadavg()[0]},
             "minutes": (time.monotonic() - start) / 60,
             "rows": rows,
