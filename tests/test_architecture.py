@@ -55,8 +55,9 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "compare.worker": {"trials.spec", "run", "monitor", *TRAINING},
     "verify.worker": {"observe", "plain_state", "trials.spec", "run", "monitor", *TRAINING},
     "verify.plain_worker": {"observe", "verify.worker", "trials.spec", "launcher", *TRAINING},
+    "planning.worker": {"compare.worker", "trials.spec", "run", *TRAINING},
     "timeline.worker": {"notebook", "timeline", "run", *TRAINING},
-    "session": {"timeline.worker", "verify.worker", "compare.worker", "trials.spec", "run"}
+    "session": {"timeline.worker", "verify.worker", "compare.worker", "planning.worker", "trials.spec", "run"}
     | TRAINING - {"torch_private"},
     "fitting": {"notebook", "session", "run", *TRAINING},
     "launcher": {"notebook", "timeline", "torch_private", "world", "config", "errors"},
@@ -65,12 +66,13 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "horovod": {"plain_state", "launching", *TRAINING},
     "trials": {"trials.spec", "strategies", "launcher", "world", "config", "errors"},
     "compare": {"__init__", "trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
+    "planning": {"__init__", "trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
     "verify": {"doctor", "observe", "trials", "trials.spec", "strategies", "launcher", "world", "config", "errors"},
     "doctor": {"observe", "comm", "torch_private", "launcher", "world", "config", "errors"},
     "export": {"torch_private", "state", "world", "errors"},
     "cli": {
-        *("__init__", "submit", "export", "doctor", "verify", "compare", "trials", "strategies", "launcher", "world"),
-        *("config", "errors"),
+        *("__init__", "submit", "export", "doctor", "verify", "planning", "compare", "trials", "strategies"),
+        *("launcher", "world", "config", "errors"),
     },
     "on_host": {"cli", "launcher", "errors"},
     "__main__": {"cli"},

@@ -210,6 +210,20 @@ def test_what_torch_compile_wraps() -> None:
     assert torch.equal(model(torch.ones(1)), core.plain_call(model)(torch.ones(1)))
 
 
+def test_fused_attention_on_a_cpu_runs_these_operators() -> None:
+    seen = set()
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    query = torch.randn(1, 1, 4, 8, requires_grad=True)
+    with Seen():
+        nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    assert {core.cpu_attention, core.cpu_attention_backward} <= seen
+
+
 # ------------------------------------------------------------ processes
 
 

@@ -380,11 +380,9 @@ def submit(context: click.Context, script: str, args: tuple[str, ...], slurm: bo
         raise click.UsageError(printable(str(error))) from None
 
 
-def _trial_arguments(command: Callable[..., None]) -> Callable[..., None]:
-    """Add SCRIPT, its arguments, and the options that `compare` and `verify` share."""
+def _trial_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that all trials share."""
     for add in (
-        click.argument("args", nargs=-1, type=click.UNPROCESSED),
-        click.argument("script", type=click.Path()),
         click.option("--config", metavar="FILE", help="Read settings from FILE. Default: paceline.toml beside SCRIPT."),
         click.option("--batch-norm", metavar="NAME", help="Take batch statistics over the global batch or each shard."),
         click.option("--seed", type=int, metavar="N", help="Seed the data order and the models' randomness."),
@@ -393,6 +391,12 @@ def _trial_arguments(command: Callable[..., None]) -> Callable[..., None]:
     ):
         command = add(command)
     return command
+
+
+def _trial_arguments(command: Callable[..., None]) -> Callable[..., None]:
+    """Add SCRIPT, its arguments, and the options that `compare` and `verify` share."""
+    command = click.argument("args", nargs=-1, type=click.UNPROCESSED)(command)
+    return _trial_options(click.argument("script", type=click.Path())(command))
 
 
 @main.command(
@@ -433,6 +437,64 @@ def compare(context: click.Context, script: str, args: tuple[str, ...], module: 
     given = {name: value for name, value in shared.items() if value is not None}
     try:
         context.exit(compare_command.compare(CompareOptions(Script(script, args, module, given), **options)))
+    except PacelineError as error:
+        raise click.UsageError(printable(str(error))) from None
+
+
+@main.command(
+    example="paceline plan --nodes 8 --gpus 8 --gpu h100 --node-bandwidth 400GB/s --precision bf16 train.py",
+    titles={
+        "Cluster": (
+            "nodes", "gpus", "gpu", "memory", "bandwidth", "node_bandwidth", "latency", "node_latency", "host_memory",
+            "host_bandwidth", "flops", "mfu", "speed",
+        ),
+        **_TRIAL_TITLES,
+    },
+    context_settings={"allow_interspersed_args": False},
+)  # fmt: skip
+@click.option("--nodes", type=int, default=1, show_default=True, metavar="N", help="Plan for N machines.")
+@click.option("--gpus", type=int, default=1, show_default=True, metavar="N", help="Plan for N devices per machine.")
+@click.option("--gpu", metavar="NAME", help="Take the public figures of this device, such as h100.")
+@click.option("--memory", metavar="SIZE", help="Memory of a device, such as 80GB.")
+@click.option("--bandwidth", metavar="RATE", help="Rate between devices of a machine, such as 450GB/s.")
+@click.option("--node-bandwidth", metavar="RATE", help="Rate of a machine to the others, such as 400Gbit/s.")
+@click.option("--latency", type=float, default=0.0, metavar="SECONDS", help="Time of a message within a machine.")
+@click.option("--node-latency", type=float, default=0.0, metavar="SECONDS", help="Time of a message between machines.")
+@click.option("--host-memory", metavar="SIZE", help="Main memory of a machine.")
+@click.option("--host-bandwidth", metavar="RATE", help="Rate between a device and its host.")
+@click.option("--flops", metavar="RATE", help="Peak of a device, such as 989TFLOP/s.")
+@click.option("--mfu", metavar="LOW[:HIGH]", help="Fraction of the peak that training reaches, such as 0.35:0.5.")
+@click.option("--speed", type=float, metavar="X", help="Devices are X times as fast as the measured process.")
+@click.option("--strategies", metavar="NAME,...", help="Plan these strategies. Default: all.")
+@click.option("--precision", metavar="NAME", help="Measure in fp32, bf16, fp16 or bf16-params.")
+@click.option("--global-batch", type=int, metavar="N", help="Plan for N examples per step. Default: as measured.")
+@click.option("--measured-batch", type=int, metavar="N", help="Measure with N examples per step.")
+@click.option("--steps", type=int, default=10, show_default=True, metavar="N", help="Measure N steps.")
+@click.option(
+    "--deadline", type=float, default=300.0, show_default=True, metavar="SECONDS", help="Stop measuring after SECONDS."
+)
+@click.option("--from", "source", metavar="FILE", help="Use the measurement in FILE, written by --json, not a SCRIPT.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the plan and the measurement to FILE.")
+@_trial_options
+@click.argument("script", type=click.Path(), required=False)
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def plan(context: click.Context, script: str | None, args: tuple[str, ...], module: bool, **options: Any) -> None:
+    """Measure a few steps of SCRIPT in one process, and compute what each strategy would need on a cluster.
+
+    Shows the memory of a device, the time of a step, and what runs out first. Nothing starts on the cluster.
+    Everything after SCRIPT is passed to SCRIPT.
+    """
+    from paceline.planning import plan_command
+    from paceline.planning.cluster import ClusterOptions
+    from paceline.trials.start import Script
+
+    shared = {name: options.pop(name) for name in ("device", "seed", "batch_norm", "config")}
+    given = {name: value for name, value in shared.items() if value is not None}
+    cluster = ClusterOptions(**{name: options.pop(name) for name in ClusterOptions.__dataclass_fields__})
+    try:
+        measured = None if script is None else Script(script, args, module, given)
+        context.exit(plan_command.plan(plan_command.PlanOptions(measured, cluster, **options)))
     except PacelineError as error:
         raise click.UsageError(printable(str(error))) from None
 

@@ -20,6 +20,7 @@ from paceline.comm import device_choice, process_group
 from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
 from paceline.errors import CheckpointError, PacelineError, UsageError, WorldError
+from paceline.planning.worker.step_measure import StepMeasure
 from paceline.run import Run, observe
 from paceline.step.excepthook import explain_uncaught
 from paceline.strategies import alone
@@ -149,7 +150,7 @@ def start(
             print(f"paceline: {line}", file=sys.stderr)
     run = Run(world, settings, where, trial=spec is not None)
     if spec is not None:
-        tool = Probe if spec.reference is None else Recorder
+        tool = Recorder if spec.reference is not None else StepMeasure if spec.measures_step else Probe
         observe(run, lambda run, parts: tool(run, parts, spec))
     if settings.trace is not None:
         path = settings.trace

@@ -109,7 +109,11 @@ def test_options_of_the_examples_exist(page: Path) -> None:
 
 @pytest.mark.parametrize(
     ("command", "page"),
-    [("run", "launching"), ("submit", "slurm"), *((name, name) for name in ("compare", "verify", "doctor", "export"))],
+    [
+        ("run", "launching"),
+        ("submit", "slurm"),
+        *((name, name) for name in ("compare", "plan", "verify", "doctor", "export")),
+    ],
 )
 def test_every_option_of_a_command_stands_on_its_page(command: str, page: str) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")

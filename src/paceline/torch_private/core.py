@@ -237,6 +237,12 @@ def compile_inside(wrapper: Any) -> None:
         inner._compiled_call_impl = wrapper.dynamo_ctx(inline(inner._call_impl))
 
 
+# ------------------------------------------------------------ operators
+
+with needed_for("counting the products of fused attention on a CPU"):
+    cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 # ------------------------------------------------------------ optimizers
 
 OPTIMIZER_HOOKS = (

@@ -1,4 +1,4 @@
-"""The task of a trial's workers: written by `paceline compare` or `verify`, read by `paceline.start`."""
+"""The task of a trial's workers: written by `paceline compare`, `plan` or `verify`, read by `paceline.start`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class TrialSpec:
     warmup: int = 0  # the number of steps at the start that are not timed
     launched_at: float = 0.0  # when the launcher started the workers, in seconds since the epoch
     global_batch: int | None = None  # the global batch size; None: the script's
+    measures_step: bool = False  # a trial of `paceline plan`: measure and inspect a step of one process
     # For `paceline verify`: the directory of the subject run, with the states that every step starts from. None: a
     # trial of `paceline compare`.
     reference: str | None = None

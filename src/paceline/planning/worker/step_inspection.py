@@ -1,0 +1,194 @@
+"""Counts FLOPs, activations and outputs of layers in one global batch.
+
+FLOPs: torch's FlopCounterMode, which counts matrix products, convolutions and attention. Fused attention on a CPU is
+added here; its backward counts as two forwards.
+
+Activations: tensors that autograd saves for the backward, each storage once, without parameters and buffers. A tensor
+belongs to the layer that runs when it is saved. The tensors that a checkpointed layer recomputes are not counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from paceline.strategies.tensor import tensor_plan
+from paceline.torch_private.core import compiled_call, compiled_wrapper, cpu_attention, cpu_attention_backward
+
+TENSOR_SIZES = (2, 4, 8, 16)
+MIN_PARAMETERS = 2**16  # smaller layers join the layer around them, as in fsdp
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dicts, and in objects such as the outputs of Hugging Face's models."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> int:
+    """Products of queries with keys, and of weights with values. Shapes: (batch, heads, length, width)."""
+    batch, heads, length, width = query
+    return int(2 * batch * heads * length * key[2] * (width + value[-1]))
+
+
+def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> int:
+    return 2 * _attention_flops(query, key, value)
+
+
+def flop_counter() -> FlopCounterMode:
+    """torch's counter, which also counts fused attention on a CPU."""
+    own = {cpu_attention: _attention_flops, cpu_attention_backward: _attention_backward_flops}
+    return FlopCounterMode(display=False, custom_mapping=own)
+
+
+class Inspection:
+    """Counts between `begin` and `finish`. `saving` is entered around each forward.
+
+    Args:
+        models: the models, before any strategy has sharded them.
+        layers: name -> the layers to count separately.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], layers: Mapping[str, nn.Module]) -> None:
+        self._models, self._layers = models, layers
+        self.activations: dict[str, int] = dict.fromkeys(layers, 0)  # bytes of the largest micro-batch, by layer
+        self.outside_activations = 0
+        self.outputs: dict[str, int] = dict.fromkeys(layers, 0)  # bytes of each layer's output, over all micro-batches
+        self.inputs = 0  # bytes that the models were called with, over all micro-batches
+        self.flops: float | None = None
+        self.flops_of: dict[str, float] = {}  # by the full name of a module
+        self.attention_flops = 0.0
+        self.cut_outputs: dict[str, int] = {}  # bytes of the outputs and inputs of layers that tensor may split
+        self.cut_inputs: dict[str, int] = {}
+        self._names = {module: name for name, module in layers.items()}
+        self._stack: list[str] = []  # the layers that run
+        self._ignored = {
+            tensor.untyped_storage().data_ptr()
+            for model in models
+            for tensor in (*model.parameters(), *model.buffers())
+            if _has_storage(tensor)
+        }
+        self._saved: set[int] = set()  # storages saved in this micro-batch
+        self._of_micro_batch: dict[str | None, int] = {}
+        self._hooks: list[Any] = []
+        self._counter: FlopCounterMode | None = None
+        self.plans: dict[int, tensor_plan.Plan] = {}
+
+    def begin(self) -> None:
+        """Register the hooks and start the counter."""
+        cuts: dict[nn.Module, str] = {}
+        for size in TENSOR_SIZES:
+            self.plans[size] = {}
+            for number, model in enumerate(self._models):
+                found, _ = tensor_plan.found(model, size)
+                self.plans[size] |= {f"{number}.{name}": entry for name, entry in found.items()}
+                cuts |= {module: f"{number}.{name}" for name, (module, _) in found.items()}
+        for module, name in self._names.items():
+            self._hooks.append(module.register_forward_pre_hook(self._entering(name)))
+            self._hooks.append(module.register_forward_hook(self._leaving(name), always_call=True))
+        for model in self._models:
+            self._hooks.append(model.register_forward_pre_hook(self._called, with_kwargs=True))
+        for module, name in cuts.items():
+            self._hooks.append(module.register_forward_hook(self._split(name)))
+        if not any(_is_compiled(model) for model in self._models):
+            self._counter = flop_counter()
+            self._counter.__enter__()
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Count what autograd saves."""
+        with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
+            yield
+
+    def end_micro_batch(self) -> None:
+        """Keep the counts if this micro-batch saved most."""
+        total = sum(self._of_micro_batch.values())
+        if total > self.outside_activations + sum(self.activations.values()):
+            self.activations = {name: self._of_micro_batch.get(name, 0) for name in self._layers}
+            self.outside_activations = self._of_micro_batch.get(None, 0)
+        self._of_micro_batch, self._saved = {}, set()
+
+    def finish(self) -> None:
+        """Remove the hooks and read the counter."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._stack = [], []
+        if self._counter is None:
+            return
+        counter, self._counter = self._counter, None
+        counter.__exit__(None, None, None)
+        counts = counter.get_flop_counts()
+        for number, model in enumerate(self._models):
+            kind = type(model).__name__
+            for name, _ in model.named_modules():
+                found = counts.get(f"{kind}.{name}" if name else kind)
+                self.flops_of[f"{number}.{name}"] = float(sum(found.values())) if found else 0.0
+        whole = counts.get("Global", {})
+        self.flops = float(sum(whole.values()))
+        self.attention_flops = float(
+            sum(count for operation, count in whole.items() if "attention" in str(operation) or "bmm" in str(operation))
+        )
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        if _has_storage(tensor):
+            storage = tensor.untyped_storage()
+            place = storage.data_ptr()
+            if place not in self._ignored and place not in self._saved:
+                self._saved.add(place)
+                layer = self._stack[-1] if self._stack else None
+                self._of_micro_batch[layer] = self._of_micro_batch.get(layer, 0) + storage.nbytes()
+        return tensor
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(module: nn.Module, inputs: Any) -> None:
+            self._stack.append(name)
+
+        return enter
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            if self._stack and self._stack[-1] == name:
+                self._stack.pop()
+            self.outputs[name] += _float_bytes(tensors_of(output))
+
+        return leave
+
+    def _called(self, module: nn.Module, inputs: Any, named: Any) -> None:
+        self.inputs += sum(tensor.nbytes for tensor in tensors_of((inputs, named)))
+
+    def _split(self, name: str) -> Callable[..., None]:
+        def count(module: nn.Module, inputs: Any, output: Any) -> None:
+            self.cut_outputs[name] = self.cut_outputs.get(name, 0) + _float_bytes(tensors_of(output))
+            self.cut_inputs[name] = self.cut_inputs.get(name, 0) + _float_bytes(tensors_of(inputs))
+
+        return count
+
+
+def _float_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor.is_floating_point())
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    try:
+        return tensor.untyped_storage().data_ptr() != 0
+    except (NotImplementedError, RuntimeError):  # sparse tensors and some subclasses
+        return False
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    wrapper = compiled_wrapper()
+    return any(
+        compiled_call(module) is not None or (wrapper is not None and isinstance(module, wrapper))
+        for module in model.modules()
+    )
