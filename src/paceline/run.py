@@ -32,11 +32,14 @@ from paceline.monitor import media
 from paceline.monitor.monitor import Monitor
 from paceline.monitor.trackers import Tracker
 from paceline.norm.normalisation import Normalisation
+from paceline.state import pretrained, sharded_export
 from paceline.state.averaged_weights import ModelEMA, weights_of
 from paceline.state.checkpoint import Retention
 from paceline.state.hyperparameters import Hyperparameters, HyperparameterSource, check_source
+from paceline.state.pretrained import LoadedNames, Names
 from paceline.state.restarts import Restarts
 from paceline.state.run_position import Epochs, RunPosition
+from paceline.state.sharded_export import bytes_of
 from paceline.state.state import State, fits, model_number
 from paceline.step import backends, deterministic
 from paceline.step.call_check import CallCheck, by_all
@@ -841,16 +844,61 @@ class Run:
         return found is not None
 
     @by_all
-    def export(self, path: str | Path, model: nn.Module | ModelEMA | None = None) -> None:
+    def load_pretrained(
+        self,
+        path: str | Path,
+        model: nn.Module | None = None,
+        *,
+        names: Names | None = None,
+        missing_ok: bool = False,
+    ) -> LoadedNames:
+        """Reads weights into a prepared model: from a directory in the layout of Hugging Face's models (safetensors,
+        with model.safetensors.index.json if there are several files), or from one safetensors file. Each process reads
+        only its own part, under every strategy. All processes call it, after `prepare` and before the first batch.
+
+        Values are converted to the dtypes of the model. Of a tied parameter, one of its names suffices. By default
+        names are those of the model; for a model of transformers, a base model's weights also fit a model with a head,
+        and the reverse.
+
+        Args:
+            path: a directory, or a file. It need not be on a disk that all processes see.
+            model: may be omitted if one model is prepared.
+            names: from names in the files to names in the model: beginnings to replace, such as {"module.": ""}, or
+                a function, which returns None to leave a tensor out.
+            missing_ok: keep the present values of tensors that the files lack, such as a new head.
+
+        Returns (missing, unexpected) names; unexpected ones are also warned of. Raises CheckpointError if tensors are
+        missing, have another shape, or cannot be read; no weights were changed then, unless a file breaks off.
+        """
+        if self._trial:
+            return LoadedNames([], [])
+        number = model_number(self._models, unwrapped(model), "load_pretrained")
+        return pretrained.load(path, self._models[number], number, self._strategy, names, missing_ok)
+
+    @by_all
+    def export(
+        self, path: str | Path, model: nn.Module | ModelEMA | None = None, *, shards: str | int | None = None
+    ) -> None:
         """Writes a model, or an average from `run.ema`, to one safetensors file, which the plain model class can load.
-        All processes call it. Raises NonFiniteError as `step` does."""
+        All processes call it. Raises NonFiniteError as `step` does.
+
+        shards: write a directory instead, in the layout of Hugging Face's models, which `from_pretrained` and
+        `run.load_pretrained` load: safetensors files of at most this size ("5GB", or bytes), an index, and the model's
+        configuration if it has one with a `save_pretrained`. No host holds more than one of these files besides its
+        own part of the model. Names that transformers ties are written once.
+        """
+        most = None if shards is None else bytes_of(shards)
         if self._trial:
             for observer in self._observers:
                 observer.in_save(True)
             return
         self._stepper.updates.drain()
         with weights_of(model) as module:
-            self._state.export(path, model_number(self._models, unwrapped(module)))
+            number = model_number(self._models, unwrapped(module))
+            if most is None:
+                self._state.export(path, number)
+            else:
+                sharded_export.export(path, self._models[number], number, self._strategy, most)
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> ModelEMA:
         """Returns an exponential moving average of a prepared model's weights, for evaluation and export. Under every

@@ -202,6 +202,14 @@ class Strategy(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict` of any strategy, the same on every process. Collective."""
 
+    def write_weights(self, number: int, write: Callable[[], None]) -> None:
+        """Let `write` overwrite model `number`'s parameters and buffers in place. Collective.
+
+        number: in the order of `setup`. write: writes the same whole tensors on all processes; of a sharded tensor,
+        each process writes its part.
+        """
+        write()
+
     def close(self) -> None:
         """Release threads, hooks and buffers."""
         return None

@@ -263,6 +263,10 @@ class FSDP2(LoopStrategy):
         self._free()
         load_full_state(self.models, self.optimizers, self._masters.of, state)
 
+    def write_weights(self, number: int, write: Callable[[], None]) -> None:
+        self._free()  # gathered copies would keep the old values
+        write()
+
     def close(self) -> None:
         self._free()
         self._masters.close()
