@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from paceline.comm import dtensor
 from paceline.comm.mesh import world_group
-from paceline.comm.slices import boxes_of, region, whole_box
+from paceline.comm.slices import boxes_of, whole_box, write_part
 from paceline.errors import CheckpointError, warn
 from paceline.state.atomic import contents, damaged, explained
 from paceline.state.plain_files import open_plain
@@ -131,13 +131,6 @@ def _read_on_rank_0(path: Path, reader: SliceReader, pairs: list[tuple[str, Tens
 
     for key, target in pairs:
         write_part(target, on_rank_0(lambda key=key: whole(key)))
-
-
-def write_part(target: Tensor, whole: Tensor) -> None:
-    """Write a whole tensor into a tensor of its shape. Of a sharded tensor, write this process's part."""
-    own = dtensor.local(target)
-    for box in boxes_of(target):
-        region(own, box.start, box.shape).copy_(region(whole, box.offset, box.shape))
 
 
 # --- names

@@ -111,6 +111,11 @@ class Strategy(ABC):
         When the script prepares more of them, this is called again with all models and optimizers.
         """
 
+    def fill_with(self, fill: Callable[[nn.Module], None]) -> bool:
+        """Whether `setup` accepts models with tensors on "meta", allocates this process's part of such a model, and
+        then calls fill(model). False: `setup` gets models that are whole and filled. Called before `setup`."""
+        return False
+
     def finish(self) -> None:
         """Make gradients final. Called once per global batch, before its updates."""
         return None
