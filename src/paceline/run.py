@@ -176,7 +176,7 @@ class Run:
         self._heartbeat = Heartbeat()
         self._observers: list[StepObserver] = []
         self._trial = trial
-        self._unfilled: dict[int, list[str]] = {}  # number of a model -> names of tensors without values
+        self._unfilled: dict[int, Sequence[str]] = {}  # number of a model -> names of tensors without values
         self._normalises = False  # does a prepared model have batch norm?
         self._restored = False  # has the run been restored, and yielded no training batch since?
         self._on_training_yield: tuple[YieldHook, ...] = ()
@@ -876,7 +876,7 @@ class Run:
         found = self._state.restore(directory, missing_ok, self.restarts.kept)
         self.restarts.restored(Path(directory))
         if found is not None:
-            self._filled(dict.fromkeys(self._unfilled, []))
+            self._filled(dict.fromkeys(self._unfilled, ()))
             with fits(directory):
                 self._position.load_counters(found)
             self._monitor.restored(self._state.restored_from, self.steps)
@@ -919,7 +919,7 @@ class Run:
         self._filled({number: [name for name in self._unfilled.get(number, ()) if name in found.missing]})
         return found
 
-    def _filled(self, left: Mapping[int, list[str]]) -> None:
+    def _filled(self, left: Mapping[int, Sequence[str]]) -> None:
         """Note which tensors have no values after some were loaded. left: number of a model -> names."""
         self._unfilled = {number: names for number, names in {**self._unfilled, **left}.items() if names}
         self._choose_hooks()

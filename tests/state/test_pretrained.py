@@ -406,7 +406,7 @@ def test_a_rank_0_that_cannot_write_fails_on_all(tmp_path: Path) -> None:
         if dist.get_rank() == 0:
             (tmp_path / "file").touch()
         world_group().barrier()
-        with pytest.raises(CheckpointError, match="could not be exported.*it is a file"):
+        with pytest.raises(CheckpointError, match=r"could not be exported.*it is a file"):
             run.export(tmp_path / "file", shards="1MB")
         with pytest.MonkeyPatch.context() as patch:
 

@@ -1,4 +1,4 @@
-"""Models that were built on "meta": the same start on any number of processes, never more memory than their own part."""
+"""Models that were built on "meta" start with the same weights on any number of processes, under any strategy."""
 
 from __future__ import annotations
 

@@ -81,8 +81,8 @@ def load(
     _check(Path(path), model, own, index, found, missing_ok)
     if found.unexpected and world_group().rank == 0:
         warn(
-            f"run.load_pretrained: {path} has {len(found.unexpected)} tensor(s) that {_class(model)} does not have, and "
-            f"that were not loaded: {listed(found.unexpected)}."
+            f"run.load_pretrained: {path} has {len(found.unexpected)} tensor(s) that {_class(model)} does not have: "
+            f"{listed(found.unexpected)}. They were not loaded."
         )
     together = all(world_group().gather(_sees(sizes)))
     reader = SliceReader(Path(path), index)
