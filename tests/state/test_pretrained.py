@@ -153,6 +153,44 @@ def test_between_two_steps(strategy: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits(again), logits(plain), rtol=1e-4, atol=1e-5)
 
 
+# Built on meta
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("strategy", ["fsdp:min_params=0", "tensor", "ddp"])
+def test_a_model_on_meta_takes_the_weights_of_from_pretrained(strategy: str, make: Any, tmp_path: Path) -> None:
+    """With rotary tables, which are in no file, and with tied weights (GPT-2)."""
+    expected = by_rank_0(tmp_path / "in", make)
+    with checks.started(strategy=strategy) as run:
+        with torch.device("meta"):
+            model = make().eval()
+        run.prepare(model, init=False)
+        assert run.load_pretrained(tmp_path / "in") == ([], [])
+        torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_a_model_on_meta_begins_with_the_scales_of_its_class(make: Any) -> None:
+    found: list[dict[str, Tensor]] = []
+    for strategy in ("ddp", "fsdp:min_params=0"):
+        with checks.started(strategy=strategy) as run:
+            with torch.device("meta"):
+                model = make()
+            run.prepare(model)
+            named = [*model.named_parameters(), *model.named_buffers()]
+            found.append({name: dtensor.whole(t).detach().clone() for name, t in named})
+    plain = built(make)
+    for name, value in [*plain.named_parameters(), *plain.named_buffers()]:
+        first, second = found[0][name], found[1][name]
+        assert torch.equal(first, second), name
+        if value.dim() > 1:
+            assert 0.5 < first.std() / value.std() < 2, name
+        else:
+            assert torch.equal(first, value), name  # norms, biases, rotary tables
+
+
 # Which tensors
 
 
