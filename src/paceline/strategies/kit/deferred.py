@@ -19,7 +19,7 @@ initialisation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -96,16 +96,15 @@ class Filling:
                 if prefix + name in self._names:
                     tensors.setdefault(tensor, []).append(prefix + name)
         unsaved = {tensor for tensor, names in tensors.items() if all(self._names[name] for name in names)}
-        written: set[Tensor] = set()
+        empty = set(tensors)  # those that no function has written yet
         for tensor in tensors:
-            whole = dtensor.local(tensor)
-            whole.fill_(torch.nan) if whole.is_floating_point() or whole.is_complex() else whole.zero_()
+            _clear(dtensor.local(tensor))
         if self._init is not True:
-            self._run(None, unsaved, written, lambda module: not unsaved.isdisjoint(_own_tensors(module).values()))
+            self._run(None, unsaved, empty, lambda module: not unsaved.isdisjoint(_own_tensors(module).values()))
         if self._init is not False:
             init = self._init if callable(self._init) else None
-            self._run(init, set(tensors), written, lambda module: not set(tensors).isdisjoint(_all_tensors(module)))
-        left = [(names[0], tensor in unsaved) for tensor, names in tensors.items() if tensor not in written]
+            self._run(init, set(tensors), empty, lambda module: not set(tensors).isdisjoint(_all_tensors(module)))
+        left = [(names[0], tensor in unsaved) for tensor, names in tensors.items() if tensor in empty]
         self.unfilled = sorted(name for name, is_unsaved in left if not is_unsaved)
         if lost := sorted(name for name, is_unsaved in left if is_unsaved):
             raise ModelError(_lost(self._model, lost))
@@ -113,21 +112,22 @@ class Filling:
             raise ModelError(_unfilled(self._model, self.unfilled, callable(self._init)))
 
     def _run(
-        self, init: Init | None, targets: set[Tensor], written: set[Tensor], chosen: Callable[[nn.Module], bool]
+        self, init: Init | None, targets: set[Tensor], empty: set[Tensor], chosen: Callable[[nn.Module], bool]
     ) -> None:
-        """Initialise the chosen modules, children first, and keep what is written to the targets."""
+        """Initialise the chosen modules, children first, and keep what is written to the targets. These leave `empty`,
+        the set of tensors without values."""
         for name, module, model in _children_first(self._model, "", self._model):
             calls = _functions(module, model) if init is None else [partial(init, module)]
             if not calls or not chosen(module):
                 continue
             seed_all(mix(self._key, tag(name)))
-            with _stand_ins(module) as touched:
+            with _stand_ins(module, empty) as touched:
                 for call in calls:
                     call()
             for tensor, whole in touched.items():
                 if tensor in targets:
                     write_part(tensor, whole)
-                    written.add(tensor)
+                    empty.discard(tensor)
 
 
 def _functions(module: nn.Module, model: nn.Module) -> list[Callable[[], object]]:
@@ -173,9 +173,9 @@ def _all_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _stand_ins(module: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
+def _stand_ins(module: nn.Module, empty: Collection[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
     """Within the block, a module's tensors are stand-ins. Yields a dict that is filled at the end: the tensors that the
-    block has written -> their whole values."""
+    block has written -> their whole values. empty: tensors without values, which are not gathered."""
     places = [
         (kind, name, tensor)
         for one in module.modules()
@@ -186,7 +186,7 @@ def _stand_ins(module: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
     made = {tensor: _stand_in(tensor) for _, _, tensor in places}
     for kind, name, tensor in places:
         kind[name] = made[tensor]
-    touching = _Touching({stand_in: tensor for tensor, stand_in in made.items()})
+    touching = _Touching({stand_in: tensor for tensor, stand_in in made.items()}, empty)
     found: dict[Tensor, Tensor] = {}
     assigned: dict[Tensor, Tensor] = {}
     try:
@@ -200,6 +200,11 @@ def _stand_ins(module: nn.Module) -> Iterator[dict[Tensor, Tensor]]:
             kind[name] = tensor
     found.update(touching.written())
     found.update(assigned)
+
+
+def _clear(tensor: Tensor) -> None:
+    """Write NaN, or 0 to integers: a tensor that nothing fills must not have random values."""
+    tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
@@ -224,9 +229,9 @@ _FORMS: set[Any] = {
 class _Touching(TorchFunctionMode):
     """Replaces stand-ins by whole tensors in host memory wherever a torch function takes them."""
 
-    def __init__(self, tensors: dict[Tensor, Tensor]) -> None:
+    def __init__(self, tensors: dict[Tensor, Tensor], empty: Collection[Tensor]) -> None:
         super().__init__()
-        self._tensors = tensors  # stand-in -> tensor of the model
+        self._tensors, self._empty = tensors, empty  # tensors: stand-in -> tensor of the model
         self._whole: dict[Tensor, tuple[Tensor, int]] = {}  # stand-in -> (whole tensor, its version at the beginning)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -241,7 +246,11 @@ class _Touching(TorchFunctionMode):
             return tensor
         if tensor not in self._whole:
             own = self._tensors[tensor]
-            whole = dtensor.whole(own).detach().to("cpu", copy=True)
+            if own in self._empty:
+                whole = torch.empty(own.shape, dtype=own.dtype, device="cpu")
+                _clear(whole)
+            else:
+                whole = dtensor.whole(own).detach().to("cpu", copy=True)
             whole = nn.Parameter(whole, own.requires_grad) if isinstance(own, nn.Parameter) else whole
             self._whole[tensor] = whole, version_within(whole)
         return self._whole[tensor][0]
