@@ -301,7 +301,7 @@ class Run:
             check_modules(self._models)
         for model in self._models:  # also models of earlier calls: the user may have added a layer
             self._normalisation.convert(model)
-        self._fill_deferred(init)
+        self._fill_deferred(init or self._trial)  # a trial restores nothing
         separate(self._strategy.mesh, self._models)
         names = parameter_names(self._models)
         for optimizer in optimizers:
@@ -912,8 +912,6 @@ class Run:
         Returns (missing, unexpected) names; unexpected ones are also warned of. Raises CheckpointError if tensors are
         missing, have another shape, or cannot be read; no weights were changed then, unless a file breaks off.
         """
-        if self._trial:
-            return LoadedNames([], [])
         number = model_number(self._models, unwrapped(model), "load_pretrained")
         found = pretrained.load(path, self._models[number], number, self._strategy, names, missing_ok)
         self._filled({number: [name for name in self._unfilled.get(number, ()) if name in found.missing]})
