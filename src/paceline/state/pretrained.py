@@ -76,22 +76,25 @@ def load(
     number: the model's number among the prepared models. The rest: as in `run.load_pretrained`.
     """
     index, sizes = on_rank_0(lambda: read_index(Path(path)))
-    own = tensors_of(model)
-    found = _match(model, own, [key.partition("/")[2] for key in index], names)
-    _check(Path(path), model, own, index, found, missing_ok)
+    together = all(world_group().gather(_sees(sizes)))
+    reader = SliceReader(Path(path), index)
+    result: list[_Matched] = []
+
+    def write() -> None:
+        own = tensors_of(model)  # here, since a stage of a pipeline has no other tensors before
+        found = _match(model, own, [key.partition("/")[2] for key in index], names)
+        _check(Path(path), model, own, index, found, missing_ok)
+        read = _read_own if together else _read_on_rank_0
+        read(Path(path), reader, [(f"{_PART}/{name}", own[mine]) for name, mine in found.pairs])
+        result.append(found)
+
+    strategy.write_weights(number, write)
+    (found,) = result
     if found.unexpected and world_group().rank == 0:
         warn(
             f"run.load_pretrained: {path} has {len(found.unexpected)} tensor(s) that {_class(model)} does not have: "
             f"{listed(found.unexpected)}. They were not loaded."
         )
-    together = all(world_group().gather(_sees(sizes)))
-    reader = SliceReader(Path(path), index)
-
-    def write() -> None:
-        tensors, read = tensors_of(model), _read_own if together else _read_on_rank_0
-        read(Path(path), reader, [(f"{_PART}/{name}", tensors[mine]) for name, mine in found.pairs])
-
-    strategy.write_weights(number, write)
     return LoadedNames(found.missing, found.unexpected)
 
 
