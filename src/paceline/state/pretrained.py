@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,7 +134,7 @@ def _read_on_rank_0(path: Path, reader: SliceReader, pairs: list[tuple[str, Tens
         return made
 
     for key, target in pairs:
-        write_part(target, on_rank_0(lambda key=key: whole(key)))
+        write_part(target, on_rank_0(partial(whole, key)))
 
 
 # --- names

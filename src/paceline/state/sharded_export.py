@@ -153,7 +153,7 @@ def _tied(model: nn.Module) -> set[str]:
 def _write_config(model: nn.Module, folder: Path) -> None:
     """Write the model's configurations by their own `save_pretrained`, if they have it."""
     for name in ("config", "generation_config"):
-        config = getattr(model, name, None)
+        config: Any = getattr(model, name, None)
         if callable(getattr(config, "save_pretrained", None)):
             config = copy.deepcopy(config)
             if name == "config" and hasattr(config, "architectures"):
