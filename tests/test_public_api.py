@@ -17,9 +17,9 @@ EXPORTED = [
 ]  # fmt: skip
 RUN = {
     "add_tracker", "autocast", "backward", "batches", "broadcast", "close", "compute", "ema", "epochs", "export",
-    "forward_backward", "gather", "loader", "local_rank", "log", "log_histogram", "log_hyperparameters", "log_image",
-    "main", "main_first", "mean", "predict", "prepare", "print", "rank", "ratio", "restore", "save", "skipped", "step",
-    "steps", "sum", "track", "wait", "wait_for_save", "world_size",
+    "forward_backward", "gather", "load_pretrained", "loader", "local_rank", "log", "log_histogram",
+    "log_hyperparameters", "log_image", "main", "main_first", "mean", "predict", "prepare", "print", "rank",
+    "ratio", "restore", "save", "skipped", "step", "steps", "sum", "track", "wait", "wait_for_save", "world_size",
 }  # fmt: skip
 START = [
     "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "nonfinite_every", "fp32_outputs",

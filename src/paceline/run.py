@@ -32,11 +32,14 @@ from paceline.monitor import media
 from paceline.monitor.monitor import Monitor
 from paceline.monitor.trackers import Tracker
 from paceline.norm.normalisation import Normalisation
+from paceline.state import pretrained, sharded_export
 from paceline.state.averaged_weights import ModelEMA, weights_of
 from paceline.state.checkpoint import Retention
 from paceline.state.hyperparameters import Hyperparameters, HyperparameterSource, check_source
+from paceline.state.pretrained import LoadedNames, Names
 from paceline.state.restarts import Restarts
 from paceline.state.run_position import Epochs, RunPosition
+from paceline.state.sharded_export import bytes_of
 from paceline.state.state import State, fits, model_number
 from paceline.step import backends, deterministic
 from paceline.step.call_check import CallCheck, by_all
@@ -58,7 +61,8 @@ from paceline.step.preparable import (
 from paceline.step.step import Stepper
 from paceline.strategies import make
 from paceline.strategies.base import Strategy, Weight
-from paceline.strategies.kit.named_parameters import parameter_names
+from paceline.strategies.kit.deferred import Filling, Init, allocate, is_deferred
+from paceline.strategies.kit.named_parameters import listed, parameter_names
 from paceline.world import World
 
 YieldHook = Callable[[Loader], None]
@@ -172,6 +176,7 @@ class Run:
         self._heartbeat = Heartbeat()
         self._observers: list[StepObserver] = []
         self._trial = trial
+        self._unfilled: dict[int, Sequence[str]] = {}  # number of a model -> names of tensors without values
         self._normalises = False  # does a prepared model have batch norm?
         self._restored = False  # has the run been restored, and yielded no training batch since?
         self._on_training_yield: tuple[YieldHook, ...] = ()
@@ -184,6 +189,7 @@ class Run:
     def _choose_hooks(self) -> None:
         """Rebuild the hooks that run when a loader yields, in order. Call again when one of them changes."""
         first: list[YieldHook] = [self._heartbeat] if self._heartbeat.beats else []
+        first += [self._check_filled] if self._unfilled else []
         first += [observer.before_yield for observer in self._observers]
         last: list[YieldHook] = [self._monitor.on_yield] if self._monitor.active else []
         last += [observer.after_yield for observer in self._observers]
@@ -254,7 +260,7 @@ class Run:
 
     # --- the objects of a run
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(self, *objects: Any, init: Init | bool = True) -> Any:
         """Adds models, optimizers, learning-rate schedulers and training loaders to the run, and returns them.
 
         Models move to `run.device`. Every rank gets rank 0's weights. Models keep their class, names and methods.
@@ -262,9 +268,16 @@ class Run:
         `prepare` returns a training loader; the DataLoader's batch becomes the global batch. For a model from
         torch.compile, `prepare` returns the original model, compiled, with its parameter names; you may keep using the
         wrapper. Call `prepare` again to add more objects. Load pretrained weights before `prepare`, or after it on
-        every rank.
+        every rank (`run.load_pretrained` reads files).
 
-        Raises UsageError for any other object, and for an optimizer with parameters that no prepared model has.
+        init: for a model that was built under torch.device("meta"), of which each process then allocates only its part.
+        True: call each module's `reset_parameters` (transformers: `_init_weights`); draws depend on the seed and the
+        module's name, not on the number of processes or the strategy. A function: call it for each module, children
+        first, as nn.Module.apply does. False: leave the values to `run.restore` or `run.load_pretrained`; a batch
+        before that raises UsageError.
+
+        Raises UsageError for any other object, and for an optimizer with parameters that no prepared model has, and
+        ModelError for tensors on "meta" that nothing fills.
         """
         objects = tuple(map(without_wrapper, objects))
         for observer in self._observers:
@@ -288,6 +301,7 @@ class Run:
             check_modules(self._models)
         for model in self._models:  # also models of earlier calls: the user may have added a layer
             self._normalisation.convert(model)
+        self._fill_deferred(init or self._trial)  # a trial restores nothing
         separate(self._strategy.mesh, self._models)
         names = parameter_names(self._models)
         for optimizer in optimizers:
@@ -306,6 +320,35 @@ class Run:
         for observer in self._observers:
             observer.after_prepare()
         return made[0] if len(made) == 1 else made
+
+    def _fill_deferred(self, init: Init | bool) -> None:
+        """Fill models that were built on "meta": here, or in the strategy's `setup`."""
+        fillings = {
+            number: Filling(model, randomness.mix(self.seed, randomness.tag("initialisation"), number), init)
+            for number, model in enumerate(self._models)
+            if is_deferred(model)
+        }
+
+        def fill(model: nn.Module) -> None:
+            number = next(number for number in fillings if self._models[number] is model)
+            fillings[number]()
+            if fillings[number].unfilled:
+                self._unfilled[number] = fillings[number].unfilled
+                self._choose_hooks()
+
+        if fillings and not self._strategy.fill_with(fill):
+            for number in fillings:
+                allocate([*self._models[number].parameters(), *self._models[number].buffers()], torch.device("cpu"))
+                fill(self._models[number])
+
+    def _check_filled(self, _: object = None) -> None:
+        """Raises UsageError for weights without values."""
+        for number, names in self._unfilled.items():
+            raise UsageError(
+                f"{len(names)} tensor(s) of {type(self._models[number]).__name__} have no values yet: {listed(names)}. "
+                "run.prepare(..., init=False) leaves them to run.restore or run.load_pretrained. Load them before the "
+                "first batch, or drop init=False."
+            )
 
     def _add_optimizer(self, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
         if optimizer in self._optimizers:
@@ -793,6 +836,7 @@ class Run:
             for observer in self._observers:
                 observer.in_save(True)
             return Path(directory) / f"step-{self.steps:08d}"
+        self._check_filled()
         retention = Retention(keep, keep_best, score, mode)
         self._stepper.updates.prepare_save()
         if self._stepper.ownership.incomplete:
@@ -832,6 +876,7 @@ class Run:
         found = self._state.restore(directory, missing_ok, self.restarts.kept)
         self.restarts.restored(Path(directory))
         if found is not None:
+            self._filled(dict.fromkeys(self._unfilled, ()))
             with fits(directory):
                 self._position.load_counters(found)
             self._monitor.restored(self._state.restored_from, self.steps)
@@ -841,16 +886,67 @@ class Run:
         return found is not None
 
     @by_all
-    def export(self, path: str | Path, model: nn.Module | ModelEMA | None = None) -> None:
+    def load_pretrained(
+        self,
+        path: str | Path,
+        model: nn.Module | None = None,
+        *,
+        names: Names | None = None,
+        missing_ok: bool = False,
+    ) -> LoadedNames:
+        """Reads weights into a prepared model: from a directory in the layout of Hugging Face's models (safetensors,
+        with model.safetensors.index.json if there are several files), or from one safetensors file. Each process reads
+        only its own part, under every strategy. All processes call it, after `prepare` and before the first batch.
+
+        Values are converted to the dtypes of the model. Of a tied parameter, one of its names suffices. By default
+        names are those of the model; for a model of transformers, a base model's weights also fit a model with a head,
+        and the reverse.
+
+        Args:
+            path: a directory, or a file. It need not be on a disk that all processes see.
+            model: may be omitted if one model is prepared.
+            names: from names in the files to names in the model: beginnings to replace, such as {"module.": ""}, or
+                a function, which returns None to leave a tensor out.
+            missing_ok: keep the present values of tensors that the files lack, such as a new head.
+
+        Returns (missing, unexpected) names; unexpected ones are also warned of. Raises CheckpointError if tensors are
+        missing, have another shape, or cannot be read; no weights were changed then, unless a file breaks off.
+        """
+        number = model_number(self._models, unwrapped(model), "load_pretrained")
+        found = pretrained.load(path, self._models[number], number, self._strategy, names, missing_ok)
+        self._filled({number: [name for name in self._unfilled.get(number, ()) if name in found.missing]})
+        return found
+
+    def _filled(self, left: Mapping[int, Sequence[str]]) -> None:
+        """Note which tensors have no values after some were loaded. left: number of a model -> names."""
+        self._unfilled = {number: names for number, names in {**self._unfilled, **left}.items() if names}
+        self._choose_hooks()
+
+    @by_all
+    def export(
+        self, path: str | Path, model: nn.Module | ModelEMA | None = None, *, shards: str | int | None = None
+    ) -> None:
         """Writes a model, or an average from `run.ema`, to one safetensors file, which the plain model class can load.
-        All processes call it. Raises NonFiniteError as `step` does."""
+        All processes call it. Raises NonFiniteError as `step` does.
+
+        shards: write a directory instead, in the layout of Hugging Face's models, which `from_pretrained` and
+        `run.load_pretrained` load: safetensors files of at most this size ("5GB", or bytes), an index, and the model's
+        configuration if it has one with a `save_pretrained`. No host holds more than one of these files besides its
+        own part of the model. Names that transformers ties are written once.
+        """
+        most = None if shards is None else bytes_of(shards)
         if self._trial:
             for observer in self._observers:
                 observer.in_save(True)
             return
+        self._check_filled()
         self._stepper.updates.drain()
         with weights_of(model) as module:
-            self._state.export(path, model_number(self._models, unwrapped(module)))
+            number = model_number(self._models, unwrapped(module))
+            if most is None:
+                self._state.export(path, number)
+            else:
+                sharded_export.export(path, self._models[number], number, self._strategy, most)
 
     def ema(self, model: nn.Module, decay: float = 0.999) -> ModelEMA:
         """Returns an exponential moving average of a prepared model's weights, for evaluation and export. Under every

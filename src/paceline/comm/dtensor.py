@@ -51,14 +51,22 @@ def whole_on_main(tensor: Tensor) -> Tensor:
 
     Collective. Meanwhile each process holds the whole tensor on its device.
     """
+    full = whole(tensor).detach()
+    return full.cpu() if world_group().rank == 0 else torch.empty_like(full, device="meta")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a sharded tensor on every process. Collective. Any other tensor is returned unchanged."""
+    if not is_sharded(tensor):
+        return tensor
     placements = tensor.placements  # type: ignore[attr-defined]
     if sum(not placement.is_replicate() for placement in placements) > 1:  # the outer dimension was sharded last
         from torch.distributed.tensor import Replicate
 
         parts = [Replicate(), *placements[1:]]
         tensor = tensor.redistribute(placements=parts)  # type: ignore[attr-defined]
-    full = tensor.full_tensor().detach()  # type: ignore[attr-defined]
-    return full.cpu() if world_group().rank == 0 else torch.empty_like(full, device="meta")
+    found: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return found
 
 
 def sharded_like(own: Tensor, whole: Tensor) -> Tensor:

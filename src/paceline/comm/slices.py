@@ -47,6 +47,13 @@ def boxes_of(tensor: Tensor) -> list[Box]:
     return [Box(*zip(*chosen, strict=True)) if chosen else Box((), (), ()) for chosen in product(*runs)]
 
 
+def write_part(target: Tensor, whole: Tensor) -> None:
+    """Write a whole tensor into a tensor of its shape. Of a sharded tensor, write this process's part."""
+    own = dtensor.local(target)
+    for box in boxes_of(target):
+        region(own, box.start, box.shape).copy_(region(whole, box.offset, box.shape))
+
+
 def whole_box(shape: Sequence[int]) -> list[Box]:
     """The one box of a tensor that this process has whole; no box if it has no elements."""
     zeros = (0,) * len(shape)

@@ -410,15 +410,22 @@ def _numbered(parts: dict[str, Any], kind: str) -> list[Any]:
     return found
 
 
-def model_number(models: Sequence[nn.Module], model: nn.Module | None) -> int:
-    """The number of this model among the prepared models; for None, of the only prepared model. Raises UsageError."""
+def model_number(models: Sequence[nn.Module], model: nn.Module | None, call: str = "export") -> int:
+    """The number of this model among the prepared models; for None, of the only prepared model. Raises UsageError.
+
+    call: the method of Run, for messages.
+    """
     if model is None:
         if len(models) != 1:
-            raise UsageError(f"run.export(path): {len(models)} models are prepared. Name one: run.export(path, model).")
+            raise UsageError(f"run.{call}(path): {len(models)} models are prepared. Name one: run.{call}(path, model).")
         return 0
     for number, prepared in enumerate(models):
         if prepared is model:
             return number
+    if call != "export":
+        raise UsageError(
+            f"run.{call}(path, model): this {type(model).__name__} was not prepared. Call run.prepare(model) first."
+        )
     raise UsageError(
         f"run.export(path, model): this {type(model).__name__} was not prepared. For an average of a prepared model's "
         "weights (a copy.deepcopy, or torch's AveragedModel) write ema = run.ema(model, decay), ema.update() after "

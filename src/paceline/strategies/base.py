@@ -111,6 +111,11 @@ class Strategy(ABC):
         When the script prepares more of them, this is called again with all models and optimizers.
         """
 
+    def fill_with(self, fill: Callable[[nn.Module], None]) -> bool:
+        """Whether `setup` accepts models with tensors on "meta", allocates this process's part of such a model, and
+        then calls fill(model). False: `setup` gets models that are whole and filled. Called before `setup`."""
+        return False
+
     def finish(self) -> None:
         """Make gradients final. Called once per global batch, before its updates."""
         return None
@@ -201,6 +206,14 @@ class Strategy(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict` of any strategy, the same on every process. Collective."""
+
+    def write_weights(self, number: int, write: Callable[[], None]) -> None:
+        """Let `write` overwrite model `number`'s parameters and buffers in place. Collective.
+
+        number: in the order of `setup`. write: writes the same whole tensors on all processes; of a sharded tensor,
+        each process writes its part.
+        """
+        write()
 
     def close(self) -> None:
         """Release threads, hooks and buffers."""

@@ -35,10 +35,23 @@ def become_root(state: Any) -> None:
 def groups_under(root: Any) -> Iterator[Any]:
     """The groups of parameters of all wrapped modules of a root."""
     for state in root._state_ctx.all_states:
-        if hasattr(state, "_fsdp_param_groups"):
-            yield from state._fsdp_param_groups
-        elif state._fsdp_param_group is not None:  # earlier versions have at most one group
-            yield state._fsdp_param_group
+        yield from _groups_of(state)
+
+
+def _groups_of(state: Any) -> Iterator[Any]:
+    if hasattr(state, "_fsdp_param_groups"):
+        yield from state._fsdp_param_groups
+    elif state._fsdp_param_group is not None:  # earlier versions have at most one group
+        yield state._fsdp_param_group
+
+
+def adopt_memory(model: nn.Module) -> None:
+    """Tell FSDP2 that the sharded parameters of a model have new memory, as `to_empty` does."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for group in _groups_of(state_of(module)):
+                for parameter in group.fsdp_params:
+                    parameter.reset_sharded_param()
 
 
 def phase(owner: Any) -> str:

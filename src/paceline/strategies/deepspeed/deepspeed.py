@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -207,6 +207,14 @@ class DeepSpeed(LoopStrategy):
             load_replicated(self.models, self.optimizers, state)
             return
         self._engine.load(state)
+
+    def write_weights(self, number: int, write: Callable[[], None]) -> None:
+        if self._engine is not None:
+            raise UsageError(
+                "strategy deepspeed: DeepSpeed has copied the weights, since the optimizer is prepared. Load weights "
+                "between run.prepare(model) and run.prepare(optimizer), or before run.prepare."
+            )
+        write()
 
     def close(self) -> None:
         self._nodes = []

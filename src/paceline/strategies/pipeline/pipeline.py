@@ -31,7 +31,7 @@ torch's stages have fixed shapes, so micro-batches of different sizes go through
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -252,6 +252,11 @@ class Pipeline(ClosureStrategy):
             load_replicated(self.models, self.optimizers, state)
         else:
             self._parameters.load_state_dict(state)
+
+    def write_weights(self, number: int, write: Callable[[], None]) -> None:
+        if self._parameters is not None:
+            self._parameters.gather_weights()
+        write()
 
     def close(self) -> None:
         if self._hook is not None:

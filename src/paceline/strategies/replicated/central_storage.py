@@ -117,6 +117,11 @@ class CentralStorage(ReplicaStrategy, LoopStrategy):
             bucket.follow(bucket.parameters)
         self.replicas.mark_stale()
 
+    def write_weights(self, number: int, write: Callable[[], None]) -> None:
+        super().write_weights(number, write)
+        for bucket in self._buckets:
+            bucket.follow(bucket.parameters)
+
     def close(self) -> None:
         """Move optimizer state from the masters back to the parameters. The state stays on the CPU."""
         for optimizer in self.optimizers:

@@ -6,7 +6,7 @@ The strategies differ in where an update is made (`step`). mirrored also combine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +65,10 @@ class ReplicaStrategy(ClosureStrategy):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         load_replicated(self.models, self.optimizers, state)
+        self.replicas.mark_stale()
+
+    def write_weights(self, number: int, write: Callable[[], None]) -> None:
+        write()
         self.replicas.mark_stale()
 
     def close(self) -> None:

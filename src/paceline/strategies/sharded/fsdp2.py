@@ -30,6 +30,7 @@ from paceline.data.batch_plan import one_shard
 from paceline.errors import ModelError, UnusedParameterError, UsageError
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.kit.deferred import allocate, is_deferred
 from paceline.strategies.kit.named_parameters import check_dense, listed, parameter_names, replicated_state
 from paceline.strategies.kit.pickling import PickleGuard
 from paceline.strategies.kit.sharded_state import (
@@ -65,6 +66,7 @@ class FSDP2(LoopStrategy):
             CPUOffloadPolicy(pin_memory=device.type == "cuda") if sharding.offload else OffloadPolicy()
         )
         self._pickle_guard = PickleGuard(strategy)
+        self._fill: Callable[[nn.Module], None] | None = None
         self._names: dict[Tensor, str] = {}
         self._masters = Masters(mesh)  # of 0-dim parameters
         self._states: list[Any] = []  # FSDP2's states of the models
@@ -79,6 +81,10 @@ class FSDP2(LoopStrategy):
         self._shard_nodes: list[Any] = []
 
     # --- setup
+
+    def fill_with(self, fill: Callable[[nn.Module], None]) -> bool:
+        self._fill = fill
+        return True
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         check_dense(models)
@@ -103,6 +109,8 @@ class FSDP2(LoopStrategy):
         names = dict(model.named_parameters(remove_duplicate=False))
         scalars = {p for p in model.parameters() if not p.dim()}
         alone = [*scalars, *model.buffers()]
+        deferred = is_deferred(model)
+        allocate(alone, self.device)
         for tensor in alone:
             tensor.data = tensor.data.to(self.device)
         world_group().broadcast_tensors(alone)
@@ -118,7 +126,7 @@ class FSDP2(LoopStrategy):
                 if not dtensor.is_sharded(p):
                     p.data = p.data.contiguous()
             # Parameters of an already split layer were made equal before the split.
-            world_group().broadcast_tensors(p for p in own if not dtensor.is_sharded(p))
+            world_group().broadcast_tensors(p for p in own if not dtensor.is_sharded(p) and not p.is_meta)
             _check_one_dtype(layer, own)
             sharded: FSDPModule = fully_shard(
                 layer,
@@ -135,6 +143,11 @@ class FSDP2(LoopStrategy):
             done |= set(layer.parameters())
             sharded.set_gradient_divide_factor(1.0)  # sum, not mean: the losses are weighted
             sharded.set_force_sum_reduction_for_comms(True)
+        if deferred:
+            allocate(model.parameters(), torch.device("cpu") if self._sharding.offload else self.device)
+            internals.adopt_memory(model)
+            assert self._fill is not None
+            self._fill(model)
         state = internals.state_of(sharded)  # the state of the model itself, which was last
         internals.become_root(state)  # this model is the root, whichever of its modules is called first
         gather_on_any_call(model)
@@ -263,6 +276,10 @@ class FSDP2(LoopStrategy):
         self._free()
         load_full_state(self.models, self.optimizers, self._masters.of, state)
 
+    def write_weights(self, number: int, write: Callable[[], None]) -> None:
+        self._free()  # gathered copies would keep the old values
+        write()
+
     def close(self) -> None:
         self._free()
         self._masters.close()
@@ -285,7 +302,7 @@ class _Retired(nn.Parameter):
 def retire(parameters: Any) -> None:
     for p in parameters:
         if not dtensor.is_sharded(p):  # sharded ones come from an already split layer, and no script holds them
-            p.data, p.grad = torch.empty(0, dtype=p.dtype), None
+            p.data, p.grad = torch.empty(0, dtype=p.dtype, device="meta" if p.is_meta else "cpu"), None
             p.__class__ = _Retired
 
 

@@ -26,7 +26,7 @@ tensor_cut.py explains why no plan can give wrong results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from paceline.config import StrategySpec
 from paceline.data.batch_plan import one_shard
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.gradient_store import GradientStore
+from paceline.strategies.kit.deferred import allocate, is_deferred
 from paceline.strategies.kit.named_parameters import (
     named_state,
     parameter_names,
@@ -84,13 +85,23 @@ class TensorParallel(LoopStrategy):
         self._names: dict[Tensor, str] = {}
         self._used = UsedParameters("tensor", world.rank)
         self._cuts = LayerCuts(self.mesh, device, patterns)
+        self._fill: Callable[[nn.Module], None] | None = None
 
     # --- setup
+
+    def fill_with(self, fill: Callable[[nn.Module], None]) -> bool:
+        self._fill = fill
+        return True
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._pickle_guard.install()
         self.models, self.optimizers = list(models), list(optimizers)
         replaced = self._cuts.cut(models)
+        for model in models:
+            if is_deferred(model):
+                allocate([*model.parameters(), *model.buffers()], self.device)
+                assert self._fill is not None
+                self._fill(model)
         self._sent = send_models(models, self.device, self._sent | set(replaced.values()))
         for optimizer in optimizers:
             replace_parameters(optimizer, replaced)

@@ -115,9 +115,10 @@ class LayerCuts:
         before = {name: p for name, p in parameters_of(module).items() if p is not None}
         tied = {name: replaced[p] for name, p in before.items() if p in replaced}
         parameters_of(module).update(tied)
-        module.to(self._device)
         own = {name: p for name, p in parameters_of(module).items() if p is not None and name not in tied}
-        world_group().broadcast_tensors(own.values())
+        if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            module.to(self._device)
+            world_group().broadcast_tensors(own.values())
         if isinstance(module, (nn.Linear, nn.Embedding)) and kind != "qkv":
             parallelize_module(module, self._mesh.along("tensor"), _style(kind, module), src_data_rank=None)
         else:

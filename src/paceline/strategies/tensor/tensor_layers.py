@@ -51,10 +51,11 @@ def is_transposed_linear(module: nn.Module) -> bool:
         return False
     if children_of(module) or buffers_of(module) or isinstance(module, nn.Linear) or isinstance(weight, DTensor):
         return False
-    if weight.dim() != 2 or bias.shape != weight.shape[1:] or weight.is_meta or not weight.is_floating_point():
+    if weight.dim() != 2 or bias.shape != weight.shape[1:] or not weight.is_floating_point():
         return False
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        rows, columns = (torch.linspace(-1, 1, n, dtype=torch.float32, device=weight.device) for n in weight.shape)
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        rows, columns = (torch.linspace(-1, 1, n, dtype=torch.float32, device=device) for n in weight.shape)
         tried = copy.copy(module)
         replace_parameters(tried, {"weight": rows[:, None] - columns, "bias": columns * 2})
         x = torch.stack([rows, rows.square() + 1])[None]

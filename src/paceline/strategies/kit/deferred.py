@@ -1,0 +1,295 @@
+"""Models that were built on "meta": allocate their tensors, and fill them as their modules initialise them.
+
+A model that was built under `torch.device("meta")` has shapes and no memory. A strategy that shards gives each process
+only its part of the memory. Then `Filling` runs the modules' own initialisation, one module at a time, and each process
+keeps its part of the result:
+
+1. Stand-ins take the place of the tensors of a module and of its children: whole tensors on "meta".
+2. The module's function runs (`reset_parameters`, transformers' `_init_weights`, or the script's). At the first use of
+   a stand-in, a whole tensor in host memory replaces it. So a process holds its part and the tensors of one call.
+3. What was written is copied into this process's part, and the whole tensors are freed.
+
+Before each call, the random generators are seeded by the seed and the name of the module. So the values depend neither
+on the number of processes nor on the strategy. They are not those of a model that was built in memory, whose draws come
+from one stream.
+
+Follows PyTorch's FSDP2 idiom, `to_empty` and `reset_parameters` after `fully_shard`, and torchdistx's deferred
+initialisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from paceline.comm import dtensor, generators
+from paceline.comm.slices import write_part
+from paceline.data.randomness import mix, seed_all, tag
+from paceline.errors import ModelError
+from paceline.strategies.kit.named_parameters import listed
+from paceline.torch_private.core import buffers_of, parameters_of, tree_map_only, unsaved_buffers, version_within
+
+Init = Callable[[nn.Module], object]
+"""A function that initialises a module's own parameters, as for `nn.Module.apply`."""
+
+_OWN = ("reset_parameters", "_reset_parameters")  # the second: nn.MultiheadAttention, nn.Transformer
+_OF_TRANSFORMERS = "_init_weights"  # of a model; takes one of its modules
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether a parameter or buffer of the model is on "meta"."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def allocate(tensors: Iterable[Tensor], device: torch.device) -> None:
+    """Give tensors on "meta" memory, with undefined values. A sharded tensor gets this process's part. Each tensor
+    stays the same object, so ties and optimizers stay valid."""
+    for tensor in dict.fromkeys(tensors):
+        if tensor.is_meta:
+            made = torch.empty_like(tensor, device=device, requires_grad=False)
+            made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            vars(made).update(vars(tensor))
+            torch.utils.swap_tensors(tensor, made)
+
+
+class Filling:
+    """Fills one model. Make it before the memory is allocated, since it notes what is on "meta".
+
+    Attributes:
+        unfilled: the names of parameters and persistent buffers that have no values, sorted. They are NaN, or 0 if
+            they are integers.
+    """
+
+    def __init__(self, model: nn.Module, key: int, init: Init | bool) -> None:
+        """key: of the random streams. init: True: the modules' own functions; False: fill only buffers that no
+        checkpoint has; or a function that is called for each module. Raises ModelError for tensors on "meta" that are
+        neither parameters nor buffers."""
+        self._model, self._key, self._init = model, key, init
+        _check_attributes(model)
+        self._names: dict[str, bool] = {}  # of tensors on "meta" -> whether no checkpoint has them
+        for prefix, module in _named_modules(model):
+            for name, tensor in _own_tensors(module).items():
+                if tensor.is_meta:
+                    self._names[prefix + name] = name in unsaved_buffers(module)
+        self.unfilled: list[str] = []
+
+    def __call__(self) -> None:
+        """Fill the model, whose memory is allocated. Raises ModelError for tensors that no function writes.
+        Collective for sharded tensors."""
+        streams = generators.get_state()
+        try:
+            self._fill()
+        finally:
+            generators.set_state(streams)
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        tensors: dict[Tensor, list[str]] = {}
+        for prefix, module in _named_modules(self._model):
+            for name, tensor in _own_tensors(module).items():
+                if prefix + name in self._names:
+                    tensors.setdefault(tensor, []).append(prefix + name)
+        unsaved = {tensor for tensor, names in tensors.items() if all(self._names[name] for name in names)}
+        empty = set(tensors)  # those that no function has written yet
+        for tensor in tensors:
+            _clear(dtensor.local(tensor))
+        if self._init is not True:
+            self._run(None, unsaved, empty, lambda module: not unsaved.isdisjoint(_own_tensors(module).values()))
+        if self._init is not False:
+            init = self._init if callable(self._init) else None
+            self._run(init, set(tensors), empty, lambda module: not set(tensors).isdisjoint(_all_tensors(module)))
+        left = [(names[0], tensor in unsaved) for tensor, names in tensors.items() if tensor in empty]
+        self.unfilled = sorted(name for name, is_unsaved in left if not is_unsaved)
+        if lost := sorted(name for name, is_unsaved in left if is_unsaved):
+            raise ModelError(_lost(self._model, lost))
+        if self.unfilled and self._init is not False:
+            raise ModelError(_unfilled(self._model, self.unfilled, callable(self._init)))
+
+    def _run(
+        self, init: Init | None, targets: set[Tensor], empty: set[Tensor], chosen: Callable[[nn.Module], bool]
+    ) -> None:
+        """Initialise the chosen modules, children first, and keep what is written to the targets. These leave `empty`,
+        the set of tensors without values."""
+        for name, module, model in _children_first(self._model, "", self._model):
+            calls = _functions(module, model) if init is None else [partial(init, module)]
+            if not calls or not chosen(module):
+                continue
+            seed_all(mix(self._key, tag(name)))
+            with _stand_ins(module, empty) as touched:
+                for call in calls:
+                    call()
+            for tensor, whole in touched.items():
+                if tensor in targets:
+                    write_part(tensor, whole)
+                    empty.discard(tensor)
+
+
+def _functions(module: nn.Module, model: nn.Module) -> list[Callable[[], object]]:
+    """The functions that initialise a module, in the order in which a constructor calls them.
+
+    model: the innermost model of transformers around it. They are read from the classes: fsdp puts functions that
+    gather into modules."""
+    found: list[Callable[[], object]] = []
+    own = next((getattr(type(module), name) for name in _OWN if hasattr(type(module), name)), None)
+    if own is not None:
+        found.append(partial(own, module))
+    if hasattr(type(model), _OF_TRANSFORMERS):
+        found.append(partial(getattr(type(model), _OF_TRANSFORMERS), model, module))
+    return found
+
+
+def _children_first(module: nn.Module, name: str, model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """(name, module, the innermost module around it that has `_init_weights`), in the order of nn.Module.apply."""
+    if hasattr(type(module), _OF_TRANSFORMERS):
+        model = module
+    for child_name, child in module.named_children():
+        yield from _children_first(child, f"{name}.{child_name}" if name else child_name, model)
+    yield name, module, model
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(the beginning of its tensors' names, module)."""
+    for name, module in model.named_modules():
+        yield f"{name}." if name else "", module
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    own = {**parameters_of(module), **buffers_of(module)}
+    return {name: tensor for name, tensor in own.items() if tensor is not None}
+
+
+def _all_tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+# --- stand-ins
+
+
+@contextmanager
+def _stand_ins(module: nn.Module, empty: Collection[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
+    """Within the block, a module's tensors are stand-ins. Yields a dict that is filled at the end: the tensors that the
+    block has written -> their whole values. empty: tensors without values, which are not gathered."""
+    places = [
+        (kind, name, tensor)
+        for one in module.modules()
+        for kind in (parameters_of(one), buffers_of(one))
+        for name, tensor in kind.items()
+        if tensor is not None
+    ]
+    made = {tensor: _stand_in(tensor) for _, _, tensor in places}
+    for kind, name, tensor in places:
+        kind[name] = made[tensor]
+    touching = _Touching({stand_in: tensor for tensor, stand_in in made.items()}, empty)
+    found: dict[Tensor, Tensor] = {}
+    assigned: dict[Tensor, Tensor] = {}
+    try:
+        with touching:
+            yield found
+    finally:
+        for kind, name, tensor in places:
+            now = kind.get(name)
+            if now is not None and now is not made[tensor] and now.shape == tensor.shape:
+                assigned[tensor] = now  # module.weight = nn.Parameter(...)
+            kind[name] = tensor
+    found.update(touching.written())
+    found.update(assigned)
+
+
+def _clear(tensor: Tensor) -> None:
+    """Write NaN, or 0 to integers: a tensor that nothing fills must not have random values."""
+    tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+_FORMS: set[Any] = {
+    Tensor.shape.__get__,  # type: ignore[attr-defined]
+    Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+}
+"""Functions that read no values."""
+
+
+class _Touching(TorchFunctionMode):
+    """Replaces stand-ins by whole tensors in host memory wherever a torch function takes them."""
+
+    def __init__(self, tensors: dict[Tensor, Tensor], empty: Collection[Tensor]) -> None:
+        super().__init__()
+        self._tensors, self._empty = tensors, empty  # tensors: stand-in -> tensor of the model
+        self._whole: dict[Tensor, tuple[Tensor, int]] = {}  # stand-in -> (whole tensor, its version at the beginning)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _FORMS:
+            args, kwargs = tree_map_only(Tensor, self._real, (args, kwargs))
+            if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+                func = Tensor.detach  # the same values, but writes to it are counted
+        return func(*args, **(kwargs or {}))
+
+    def _real(self, tensor: Tensor) -> Tensor:
+        if tensor not in self._tensors:
+            return tensor
+        if tensor not in self._whole:
+            own = self._tensors[tensor]
+            if own in self._empty:
+                whole = torch.empty(own.shape, dtype=own.dtype, device="cpu")
+                _clear(whole)
+            else:
+                whole = dtensor.whole(own).detach().to("cpu", copy=True)
+            whole = nn.Parameter(whole, own.requires_grad) if isinstance(own, nn.Parameter) else whole
+            self._whole[tensor] = whole, version_within(whole)
+        return self._whole[tensor][0]
+
+    def written(self) -> dict[Tensor, Tensor]:
+        return {
+            self._tensors[stand_in]: whole
+            for stand_in, (whole, version) in self._whole.items()
+            if version_within(whole) != version
+        }
+
+
+# --- errors
+
+
+def _check_attributes(model: nn.Module) -> None:
+    for prefix, module in _named_modules(model):
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                raise ModelError(
+                    f'run.prepare: {prefix}{name} of {type(model).__name__} is a tensor on "meta" that is neither a '
+                    "parameter nor a buffer, so nothing can fill it. Register it with register_buffer, and compute it "
+                    "in reset_parameters."
+                )
+
+
+def _lost(model: nn.Module, names: list[str]) -> str:
+    return (
+        f'run.prepare: {type(model).__name__} was built on "meta", and {len(names)} buffer(s) of it are in no '
+        f"checkpoint (persistent=False) and are computed by no function that can run again: {listed(names)}. Compute "
+        "them in reset_parameters of their module, or in init= of run.prepare; or build buffers in memory, as "
+        "accelerate.init_empty_weights() does."
+    )
+
+
+def _unfilled(model: nn.Module, names: list[str], has_init: bool) -> str:
+    why = "init= does not write" if has_init else "no reset_parameters (in transformers, _init_weights) writes"
+    return (
+        f'run.prepare: {type(model).__name__} was built on "meta", and {why} {listed(names)}. Give their modules a '
+        "reset_parameters, pass run.prepare(model, init=function), or pass init=False and load weights with "
+        "run.restore or run.load_pretrained."
+    )
