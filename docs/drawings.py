@@ -339,6 +339,28 @@ def tensor() -> Drawing:
     return d
 
 
+def ulysses() -> Drawing:
+    d = Drawing(
+        "ulysses: each process holds half of the tokens; attention computes half of the heads for all tokens", 262
+    )
+    steps = (
+        ("layers", "its tokens", "batch", 2),
+        ("attention", "its heads", "shared", 2),
+        ("layers", "its tokens", "batch", 2),
+    )
+    for number, y in ((0, 20), (1, 132)):
+        for x, (layer, held, colour, of) in zip(COLUMNS, steps, strict=True):
+            d.device(x, y, WIDE, f"process {number}: {layer}", [Bar(colour, held, (number,), of), Bar("weights", P)])
+    for left, right in pairwise(COLUMNS):
+        for number, (y, other) in enumerate(((56, 168), (168, 56))):
+            d.arrow((left + WIDE + 3, y), (right - 3, y))
+            d.arrow((left + WIDE + 3, y), (right - 3, other), dashed=True)
+        d.text(left + WIDE + 22, 120, "all-to-\nall", size=12, at="middle")
+    d.note(230, "Each all-to-all sends (n - 1) / n of the process's part of q, k, v or the output.")
+    d.note(250, "Gradients are summed over all processes after the backward.")
+    return d
+
+
 def pipeline() -> Drawing:
     d = Drawing("pipeline: each process holds a stage; activations go right, their gradients left", 288)
     for number, x in enumerate(COLUMNS):
@@ -441,6 +463,7 @@ DRAWINGS = {
     "fsdp": fsdp,
     "deepspeed": deepspeed,
     "tensor": tensor,
+    "ulysses": ulysses,
     "pipeline": pipeline,
     "local_sgd": local_sgd,
     "diloco": diloco,

@@ -12,6 +12,7 @@ from paceline.planning.cost_model import MODELS
 NOT_MODELLED = {
     "deepspeed": "see fsdp of the same stage",
     "shared": "it needs the CPUs of one machine",
+    "ulysses": "its memory depends on the lengths of sequences",
 }
 
 

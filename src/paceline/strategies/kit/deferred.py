@@ -59,7 +59,7 @@ def allocate(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 
 class Filling:
-    """Fills one model. Make it before the memory is allocated, since it notes what is on "meta".
+    """Fills one model. Make it before the memory is allocated, since it notes the tensors on "meta".
 
     Attributes:
         unfilled: the names of parameters and persistent buffers that have no values, sorted. They are NaN, or 0 if
