@@ -355,7 +355,6 @@ def ulysses() -> Drawing:
         for number, (y, other) in enumerate(((56, 168), (168, 56))):
             d.arrow((left + WIDE + 3, y), (right - 3, y))
             d.arrow((left + WIDE + 3, y), (right - 3, other), dashed=True)
-        d.text(left + WIDE + 22, 120, "all-to-\nall", size=12, at="middle")
     d.note(230, "Each all-to-all sends (n - 1) / n of the process's part of q, k, v or the output.")
     d.note(250, "Gradients are summed over all processes after the backward.")
     return d

@@ -195,6 +195,10 @@ COMPILED_CALL = "_compiled_call_impl"
 require("calling and copying modules", nn.Module, "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set",
         "_call_impl", COMPILED_CALL, *MODULE_HOOKS)  # fmt: skip
 
+INITIALISERS = ("reset_parameters", "_reset_parameters")
+"""The methods of modules that initialise parameters. nn.MultiheadAttention and nn.Transformer have the second."""
+require("models on meta", nn.MultiheadAttention, INITIALISERS[1])
+
 conv_forward: Callable[[Any], Callable[..., Tensor]] = attrgetter("_conv_forward")
 """The method that computes a convolution from input, weight and bias. Paceline calls it with a different bias."""
 output_padding: Callable[[Any], Callable[..., Any]] = attrgetter("_output_padding")

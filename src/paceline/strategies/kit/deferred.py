@@ -33,12 +33,18 @@ from paceline.comm.slices import write_part
 from paceline.data.randomness import mix, seed_all, tag
 from paceline.errors import ModelError
 from paceline.strategies.kit.named_parameters import listed
-from paceline.torch_private.core import buffers_of, parameters_of, tree_map_only, unsaved_buffers, version_within
+from paceline.torch_private.core import (
+    INITIALISERS,
+    buffers_of,
+    parameters_of,
+    tree_map_only,
+    unsaved_buffers,
+    version_within,
+)
 
 Init = Callable[[nn.Module], object]
 """A function that initialises a module's own parameters, as for `nn.Module.apply`."""
 
-_OWN = ("reset_parameters", "_reset_parameters")  # the second: nn.MultiheadAttention, nn.Transformer
 _OF_TRANSFORMERS = "_init_weights"  # of a model; takes one of its modules
 
 
@@ -59,7 +65,7 @@ def allocate(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 
 class Filling:
-    """Fills one model. Make it before the memory is allocated, since it notes the tensors on "meta".
+    """Fills one model. Make it before the memory is allocated, since it notes which tensors are on "meta".
 
     Attributes:
         unfilled: the names of parameters and persistent buffers that have no values, sorted. They are NaN, or 0 if
@@ -114,8 +120,8 @@ class Filling:
     def _run(
         self, init: Init | None, targets: set[Tensor], empty: set[Tensor], chosen: Callable[[nn.Module], bool]
     ) -> None:
-        """Initialise the chosen modules, children first, and keep what is written to the targets. These leave `empty`,
-        the set of tensors without values."""
+        """Initialise the chosen modules, children first, and keep the values written to the targets. These leave
+        `empty`, the set of tensors without values."""
         for name, module, model in _children_first(self._model, "", self._model):
             calls = _functions(module, model) if init is None else [partial(init, module)]
             if not calls or not chosen(module):
@@ -136,7 +142,7 @@ def _functions(module: nn.Module, model: nn.Module) -> list[Callable[[], object]
     model: the innermost model of transformers around it. They are read from the classes: fsdp puts functions that
     gather into modules."""
     found: list[Callable[[], object]] = []
-    own = next((getattr(type(module), name) for name in _OWN if hasattr(type(module), name)), None)
+    own = next((getattr(type(module), name) for name in INITIALISERS if hasattr(type(module), name)), None)
     if own is not None:
         found.append(partial(own, module))
     if hasattr(type(model), _OF_TRANSFORMERS):
