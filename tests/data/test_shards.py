@@ -4,6 +4,7 @@ trains on, and a restart seeks."""
 from __future__ import annotations
 
 import os
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.data.shards import stream_count
+from paceline.errors import SettingError, UsageError
 
 EVEN, UNEVEN = [10] * 8, [7, 0, 23, 1, 12, 5, 0, 9, 4, 31]
 
@@ -97,11 +99,17 @@ def test_each_example_is_read_once_in_an_order_that_depends_on_no_process_or_wor
 def test_streams_of_different_lengths(folder: Path) -> None:
     with started(progress="off") as run:
         for number, (lengths, batch, workers) in enumerate(
-            [(UNEVEN, 7, 0), (UNEVEN, 10, 2), (UNEVEN, 3, 0), (UNEVEN, 64, 0), ([0, 0, 5], 2, 0), ([40, 1], 9, 1), ([6], 4, 0)]
+            [
+                (UNEVEN, 7, 0),
+                (UNEVEN, 10, 2),
+                (UNEVEN, 3, 0),
+                (UNEVEN, 64, 0),
+                ([0, 0, 5], 2, 0),
+                ([40, 1], 9, 1),
+                ([6], 4, 0),
+            ]
         ):
-            loader = run.loader(
-                Files(lengths), global_batch=batch, num_workers=workers, name=f"l{number}", train=False
-            )
+            loader = run.loader(Files(lengths), global_batch=batch, num_workers=workers, name=f"l{number}", train=False)
             assert steps(run, loader) == expected(lengths, batch), (lengths, batch)
             dropping = run.loader(Files(lengths), global_batch=batch, drop_last=True, name=f"d{number}", train=False)
             assert steps(run, dropping) == [one for one in expected(lengths, batch) if len(one) == batch]
@@ -132,7 +140,7 @@ def plainly(batches: Sequence[Sequence[int]]) -> nn.Module:
 @pytest.mark.ranks(1, 2, conformance=(3, 4))
 def test_the_model_is_that_of_plain_pytorch_on_the_same_order() -> None:
     for micro in (None, 2):
-        with started(progress="off", strategy="ddp") as run:
+        with started(progress="off") as run:
             model, optimizer = run.prepare(*a_model())
             loader = run.loader(Files(UNEVEN), global_batch=8, micro_batch=micro)
             for _ in range(2):
@@ -159,3 +167,88 @@ def test_shuffling_follows_the_epoch_and_is_the_same_on_any_number_of_processes(
     assert [sorted(chain(*epoch)) for epoch in epochs] == [everything] * 2
     assert epochs[0] != epochs[1]
     assert epochs[0] != expected(UNEVEN, 8)
+    assert zlib.crc32(repr(epochs).encode()) == SHUFFLED
+
+
+SHUFFLED = 0
+"""Digest of the order of these two epochs, the same on any number of processes."""
+
+
+@pytest.mark.ranks(2, conformance=(1, 3))
+def test_a_restart_reads_no_earlier_shard_again(folder: Path) -> None:
+    """Also in the tail, where the streams are of different lengths, and with the streams shuffled."""
+    for shuffle, at in ((False, 3), (False, 9), (True, 5)):
+        own = folder / f"{shuffle}{at}"
+        with started(progress="off") as run:
+            if run.main:
+                own.mkdir()
+            run.barrier()
+            model, optimizer = run.prepare(*a_model())
+            loader = run.loader(Files(UNEVEN), global_batch=8, shuffle=shuffle)
+            whole: list[list[int]] = []
+            for batch in loader:
+                whole.append(
+                    [n for _, n in sorted(chain(*run.gather(list(zip(loader.rows, batch.tolist(), strict=True)))))]
+                )
+                run.forward_backward(loss_fn, model, batch)
+                run.step(optimizer)
+                if run.steps == at:
+                    run.save(own / "checkpoint")
+        reading = own / f"reads{torch.distributed.get_rank() if torch.distributed.is_initialized() else 0}"
+        reading.mkdir()
+        with started(progress="off") as run:
+            again, optimizer = run.prepare(*a_model())
+            loader = run.loader(Files(UNEVEN, reading), global_batch=8, shuffle=shuffle)
+            run.restore(own / "checkpoint")
+            rest = []
+            for batch in loader:
+                rest.append(
+                    [n for _, n in sorted(chain(*run.gather(list(zip(loader.rows, batch.tolist(), strict=True)))))]
+                )
+                run.forward_backward(loss_fn, again, batch)
+                run.step(optimizer)
+        assert rest == whole[at:]
+        assert difference(again, model) == 0
+        read, due = set(reads(reading)), {number for batch in rest for number in batch}
+        partly = {number // 1000 for batch in whole[:at] for number in batch} & {number // 1000 for number in due}
+        assert {number // 1000 for number in read - due} <= partly, "of a shard with nothing left, nothing is read"
+
+
+def test_a_stream_of_hugging_face_with_shards(tmp_path: Path) -> None:
+    """Workers read their shards whole, though the data set splits itself by worker."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"n": list(range(45))})
+    plain = rows.to_iterable_dataset(num_shards=6)
+    mapped = plain.map(lambda row: {"twice": 2 * row["n"]}).filter(lambda row: row["n"] % 7 != 3)
+    for data, workers in ((plain, 0), (mapped, 2), (mapped.shuffle(seed=1, buffer_size=5), 0)):
+        shards = [[row["n"] for row in data.shard(6, shard)] for shard in range(6)]
+        with started(progress="off") as run:
+            loader = run.loader(data, global_batch=12, num_workers=workers)
+            found, states = [], []
+            for batch in loader:
+                found.append(batch["n"].tolist())
+                loader.mark_stepped(loader.current)
+                states.append(loader.state_dict())
+            numbers = [[shards[n // 1000][n % 1000] for n in one] for one in expected([len(s) for s in shards], 12)]
+            assert found == numbers
+            again = run.loader(data, global_batch=12, name="again")
+            again.load_state_dict(states[1])
+            assert [batch["n"].tolist() for batch in again] == found[2:]
+
+
+def test_what_is_refused() -> None:
+    datasets = pytest.importorskip("datasets")
+    from datasets.distributed import split_dataset_by_node
+
+    split = split_dataset_by_node(datasets.Dataset.from_dict({"n": [*range(8)]}).to_iterable_dataset(4), 0, 2)
+    with started(progress="off") as run:
+        with pytest.raises(SettingError, match="split_dataset_by_node"):
+            run.loader(split, global_batch=2)
+        with pytest.raises(SettingError, match="`shards` is empty"):
+            run.loader(Files([]), global_batch=2)
+        with pytest.raises(SettingError, match="no batch"):
+            list(run.loader(Files([0, 0]), global_batch=2))
+        loader = run.loader(Files([4, 4]), global_batch=2, name="other")
+        state = loader.state_dict() | {"step": 1}
+        with pytest.raises(UsageError, match="shards=2"):
+            run.loader(Files([4, 4, 4]), global_batch=2, name="more").load_state_dict(state)

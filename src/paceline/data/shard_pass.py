@@ -2,8 +2,8 @@
 
 1. The streams whose blocks contain positions of this process in a full global batch are its own. It reads them in
    windows of several rounds, with torch's DataLoader: worker w of W reads every W-th of them.
-2. After each window, the ranks tell each other which streams have ended (one gather for a window of up to 8 rounds, none
-   once all have ended). So every rank knows which examples a round has, before a global batch takes them.
+2. After each window, of up to 8 rounds, the ranks gather which streams have ended, until all have. So every rank
+   knows which examples a round has, before a global batch takes them.
 3. While no stream has ended, a process has read the examples of its positions. Later, the positions of the rest are
    those of other streams too: it reads these examples itself.
 """
@@ -137,7 +137,7 @@ class ShardPass:
         return found or [0]
 
     def _keep(self, first: int, end: int, answers: Sequence[Found]) -> None:
-        """Keep the examples of a window, and tell the other ranks which streams have ended. Collective unless all have."""
+        """Keep the examples of a window, and gather which streams have ended. Collective, unless all have."""
         totals, lengths = dict[int, int](), dict[int, int]()
         for answer in answers:
             lengths |= answer.lengths
@@ -153,7 +153,8 @@ class ShardPass:
             if list(about) != sent[0]:
                 raise UsageError(
                     f"loader {self._about[0]!r}: rank {rank} reads another part of its shards ({about}) than this rank "
-                    f"({sent[0]}). Every rank must iterate the loaders of a data set of shards in the same order, and as far."
+                    f"({sent[0]}). Every rank must iterate the loaders of data sets of shards in the same order, and "
+                    "as far."
                 )
             self._totals.update((int(stream), int(total)) for stream, total in ended)
             self._lengths.update((int(shard), int(length)) for shard, length in read)

@@ -1,8 +1,8 @@
 """A data set of shards, and its examples as streams that are read side by side.
 
-The shards of an epoch are dealt to S streams: stream s reads the shards s, s + S, s + 2 S, ... of the epoch's order, one
-after the other. S depends on the number of shards and the global batch alone. A round takes the next `blocks[s]`
-examples of each stream s, in the order of the streams; a full round is a global batch. A stream that has ended gives
+The shards of an epoch are dealt to S streams: stream s reads the shards s, s + S, ... of the epoch's order, in turn.
+S depends on the number of shards and the global batch alone. A round takes the next `blocks[s]` examples of each stream
+s, in the order of the streams; a full round is a global batch. A stream that has ended gives
 nothing, and the global batches continue over the examples of later rounds (StreamOrder).
 
 The index of an example is its shard's number times 2**32, plus its position in the shard.
@@ -68,7 +68,7 @@ class HuggingFaceShards:
     def __init__(self, dataset: Any) -> None:
         if getattr(dataset, "_distributed", None) is not None:
             raise SettingError(
-                "run.loader(dataset=IterableDataset): split_dataset_by_node has given each rank a part of the data set. "
+                "run.loader(dataset=IterableDataset): split_dataset_by_node has given each rank a part of the data. "
                 "Paceline splits it itself, so most examples would be lost. Remove that split."
             )
         self._dataset, self.count, self._epoch = dataset, int(dataset.num_shards), 0
@@ -174,8 +174,9 @@ class StreamReader:
                 position -= length
                 continue
             count = position
-            for count, example in enumerate(self._of_shard(shard, position), position + 1):
+            for example in self._of_shard(shard, position):
                 yield example
+                count += 1
             if self.lengths.setdefault(shard, count) != count:
                 raise UsageError(
                     f"shard {shard} of the data set had {length} examples, and has {count} when it is read again in "
