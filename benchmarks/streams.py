@@ -64,11 +64,11 @@ def measure(run: paceline.Run) -> dict[str, Any]:
         for _ in run.loader(dataset, global_batch=BATCH, limit_batches=2, train=False, name=f"{way} warm"):
             pass
         source.count = 0
-        run.barrier()
+        run.wait()
         began = time.perf_counter()
         for _ in run.loader(dataset, global_batch=BATCH, train=False, name=way):
             pass
-        run.barrier()
+        run.wait()
         took = time.perf_counter() - began
         reads = sum(run.gather([source.count]))
         found[way] = {
