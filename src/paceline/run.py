@@ -387,7 +387,8 @@ class Run:
 
         Args:
             dataset: map-style or iterable. Every process reads the whole stream of an iterable data set, and keeps its
-                part.
+                part. A data set of shards is read in parts (docs/data.md, Streams): one with `shards` and
+                `read(shard, position)`, or a streaming one of Hugging Face.
             global_batch: examples per optimizer step, over all devices. {0: 64, 4: 128} means 128 from epoch 4 on.
             micro_batch: the largest number of examples that a replica computes at once.
             shuffle: reorder the data in each epoch, depending on the seed. An iterable data set is shuffled in a buffer

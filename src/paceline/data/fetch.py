@@ -34,6 +34,7 @@ from paceline.data.batch_plan import BatchPlan, Fetched, Request
 from paceline.data.collating import Collator
 from paceline.data.placement import pinned
 from paceline.data.randomness import GENERATORS, drawn_from, just_seeded, mix, seed_all, seed_some, tag
+from paceline.data.shards import shards_of, shuffled
 from paceline.data.user_batches import RowAddresses, RowDataset
 from paceline.errors import SettingError
 
@@ -220,16 +221,8 @@ class StreamFetcher(IterableDataset[Fetched]):
 
     def _shuffled(self, examples: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any]]:
         if self.buffer <= 1:
-            yield from examples
-            return
-        draw = random.Random(mix(self.seed, tag("shuffle"), self.epoch))
-        waiting = list(islice(examples, self.buffer))
-        for example in examples:
-            slot = draw.randrange(len(waiting))
-            chosen, waiting[slot] = waiting[slot], example
-            yield chosen
-        draw.shuffle(waiting)
-        yield from waiting
+            return examples
+        return shuffled(examples, random.Random(mix(self.seed, tag("shuffle"), self.epoch)), self.buffer)
 
     def _split(self, batch: list[tuple[int, Any]], step: int) -> Iterator[Fetched]:
         examples = dict(batch)
@@ -248,7 +241,7 @@ class StreamFetcher(IterableDataset[Fetched]):
 
 def is_stream(dataset: Any) -> bool:
     """Whether a data set can only be iterated. Raises SettingError if the object is not a data set."""
-    if isinstance(dataset, IterableDataset):
+    if isinstance(dataset, IterableDataset) or shards_of(dataset) is not None:
         return True
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         return False

@@ -269,7 +269,8 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         step = self._start if self.current is None else self.current.step + int(self.stepped)
         order = self._source.order_version(self.epoch)
-        return {"epoch": self.epoch, "step": step, "order": order, **self._source.identity()}
+        progress = self._source.progress(self.epoch) if step else {}
+        return {"epoch": self.epoch, "step": step, "order": order, **self._source.identity(), **progress}
 
     def _begin_at(self, epoch: int, step: int) -> None:
         """Let the next pass start at this epoch and step."""
@@ -281,6 +282,7 @@ class Loader:
         self._begin_at(int(state["epoch"]), int(state["step"]))
         if state["step"]:
             self._begin_in_order(int(state.get("order", 1)))  # checkpoints of version 1 do not have this key
+            self._source.resume(self.epoch, state)
         identity = self._source.identity()
         for key, value in identity.items():
             if state["step"] and (key in state or key not in ADDED_LATER) and state.get(key) != value:

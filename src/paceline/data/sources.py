@@ -21,9 +21,22 @@ from paceline.data import order
 from paceline.data.agreement import check_same_data, probe_of_indices
 from paceline.data.batch_plan import BatchPlan, Fetched, GlobalBatches, Pass, Request
 from paceline.data.collating import SCOPES, Collator, Streams
-from paceline.data.fetch import MapFetcher, StreamFetcher, converted, is_stream
+from paceline.data.fetch import Answer, MapFetcher, StreamFetcher, converted, is_stream
 from paceline.data.randomness import mix, tag
 from paceline.data.sampler_rng import SamplerRNG, generators_of
+from paceline.data.shard_pass import ShardPass
+from paceline.data.shards import (
+    Found,
+    ShardFetcher,
+    Shards,
+    StreamReader,
+    Wanted,
+    blocks_of,
+    shards_of,
+    shuffle_key,
+    stream_count,
+    unchanged,
+)
 from paceline.data.user_batches import RowDataset
 from paceline.errors import SettingError, suggest
 
@@ -112,6 +125,14 @@ class Source:
     def identity(self) -> dict[str, Any]:
         """The values that must be the same for a run to resume in mid-epoch."""
         raise NotImplementedError
+
+    def progress(self, epoch: int) -> dict[str, Any]:
+        """What a checkpoint in the middle of this epoch needs besides the step."""
+        return {}
+
+    def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
+        """Continue an epoch from a checkpoint with this `progress`."""
+        return None
 
     def order_version(self, epoch: int) -> int:
         """Version of the order of this epoch's examples."""
@@ -252,7 +273,7 @@ class MapSource(Source):
 
 
 class StreamSource(Source):
-    """An iterable data set. Every process reads the whole stream."""
+    """An iterable data set of one stream. Every process reads it whole."""
 
     def __init__(self, dataset: Any, given: LoaderArguments, seed: int, plan: Callable[[], BatchPlan]) -> None:
         super().__init__(dataset, given, seed, plan)
@@ -285,6 +306,98 @@ class StreamSource(Source):
     def identity(self) -> dict[str, Any]:
         buffer = self._fetcher.buffer
         return {"global_batch": self.global_batch, "drop_last": self.drop_last, "shuffle_buffer": buffer}
+
+
+class ShardSource(Source):
+    """A data set of shards. Each process reads its share of them (shard_pass.py)."""
+
+    def __init__(
+        self, dataset: Any, shards: Shards, given: LoaderArguments, seed: int, plan: Callable[[], BatchPlan]
+    ) -> None:
+        super().__init__(dataset, given, seed, plan)
+        assert given.global_batch is not None
+        self._shards, self._shuffle, self._batch = shards, given.shuffle, given.global_batch
+        self._count = stream_count(shards.count, given.global_batch)
+        self._blocks = blocks_of(given.global_batch, self._count)
+        # The streams share the buffer. A shard is shuffled on its own, so that a restart reads only one again.
+        self._buffer = -(-(given.shuffle_buffer or STREAM_BUFFER) // self._count) if given.shuffle else 1
+        self._reader = StreamReader(shards, self.streams.seed_example, self._buffer, shuffle_key(seed, given.name))
+        self._lengths: tuple[int, dict[int, int]] = (-1, {})  # (epoch, shard -> its number of examples)
+        self.options.pop("persistent_workers", None)  # each epoch starts workers that know the epoch
+        self._workers = self.options.pop("num_workers", 0)
+        pins = self.options.pop("pin_memory", False)
+        self._pins = pins and torch.accelerator.is_available()
+
+    def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
+        known = start == 0 or self._lengths[0] == epoch
+        if self._lengths[0] != epoch:
+            self._lengths = epoch, {}
+        lengths, count = self._lengths[1], self._count
+        numbers = range(self._shards.count)
+        dealt = list(order.order_of(len(numbers), self.seed, self.name, epoch)[:]) if self._shuffle else list(numbers)
+        mine = [[int(shard) for shard in dealt[stream::count]] for stream in range(count)]
+        self._reader.begin(epoch, mine, lengths)
+        plan, whole, limit = self.plan(), self.collator.scope == "global", self.limit()
+        made = ShardPass(
+            self.name,
+            epoch,
+            start,
+            limit,
+            blocks=self._blocks,
+            shards=mine,
+            lengths=lengths,
+            known=known,
+            reader=self._reader,
+        )
+        plain = self.collator.collate is default_collate  # its result needs no conversion
+        for step in made.steps(plan, self.micro_batch, whole, self._workers, self._found, self.drop_last):
+
+            def read(indices: Sequence[int], examples: Mapping[int, Any] = step.examples) -> list[Any]:
+                return [examples[index] for index in indices]
+
+            for request in plan.requests(step.indices, epoch, step.number, self.micro_batch, whole=whole):
+                answer = Answer(request, [self.collator.collate_part(request, part, read) for part in request.parts])
+                answer = answer if plain else converted(answer)
+                yield answer.pin_memory() if self._pins else answer
+
+    def _found(self, wanted: Iterator[Wanted], workers: int) -> Iterator[Found]:
+        """The answers to requests, made in this process or in workers that take them in turn."""
+        fetcher = ShardFetcher(self._reader)
+        if not self._workers:
+            return map(fetcher.__getitem__, wanted)
+        fixed: dict[str, Any] = {"batch_size": None, "collate_fn": unchanged, "generator": torch.Generator()}
+        loader: Any = DataLoader(fetcher, sampler=_Requests(wanted), num_workers=workers, **fixed, **self.options)
+        return iter(loader)
+
+    def all_batch_sizes(self) -> Mapping[int, int]:
+        return _equal_batches(len(self.dataset), self._batch, self.drop_last)
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "global_batch": self.global_batch,
+            "drop_last": self.drop_last,
+            "shuffle_buffer": self._buffer,
+            "shards": self._shards.count,
+            "names_of_shards": self._shards.digest,
+        }
+
+    def progress(self, epoch: int) -> dict[str, Any]:
+        known, lengths = self._lengths
+        return {"lengths": [[shard, lengths[shard]] for shard in sorted(lengths)]} if known == epoch else {}
+
+    def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
+        if "lengths" in state:
+            self._lengths = epoch, {int(shard): int(length) for shard, length in state["lengths"]}
+
+
+class _Requests:
+    """A sampler for torch's DataLoader with no length."""
+
+    def __init__(self, requests: Iterator[Wanted]) -> None:
+        self._requests = requests
+
+    def __iter__(self) -> Iterator[Wanted]:
+        return self._requests
 
 
 def _first_steps(fetched: Iterator[Fetched], start: int, limit: int) -> Iterator[Fetched]:
@@ -323,11 +436,15 @@ ADDED_LATER = frozenset(["shuffle", "sampler", "subset"])
 
 def make_source(dataset: Any, given: LoaderArguments, *, seed: int, plan: Callable[[], BatchPlan]) -> Source:
     """The source of a loader. Raises SettingError for invalid or contradictory arguments."""
-    stream = is_stream(dataset)
+    shards = shards_of(dataset)
+    stream = shards is not None or is_stream(dataset)
     _check(stream, given)
     if stream:
         plan().check_stream(type(dataset).__name__)
-    source: Source = (StreamSource if stream else MapSource)(dataset, given, seed, plan)
+    if shards is not None:
+        source: Source = ShardSource(dataset, shards, given, seed, plan)
+    else:
+        source = (StreamSource if stream else MapSource)(dataset, given, seed, plan)
     if isinstance(given.limit_batches, float):
         _check_fraction(source, given.limit_batches)
     return source

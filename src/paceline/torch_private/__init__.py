@@ -13,5 +13,6 @@ tests/test_architecture.py finds uses elsewhere.
     elastic               the agent of torch.distributed.elastic
     flight_recorder       the pending collective calls of this process
     observed              the objects of a script under `paceline doctor`
+    workers               the worker that this process is, for data sets that split themselves
     variables             environment variables that torch's native code reads
 """
