@@ -52,7 +52,7 @@ their replacements. The longest beginning counts: {"module.": ""}."""
 
 
 class LoadedNames(NamedTuple):
-    """What `run.load_pretrained` did not find, as names in the model.
+    """Names in the model that `run.load_pretrained` did not find, or could not place.
 
     Attributes:
         missing: parameters and buffers that are not in the files.

@@ -7,7 +7,7 @@ keeps its part of the result:
 1. Stand-ins take the place of the tensors of a module and of its children: whole tensors on "meta".
 2. The module's function runs (`reset_parameters`, transformers' `_init_weights`, or the script's). At the first use of
    a stand-in, a whole tensor in host memory replaces it. So a process holds its part and the tensors of one call.
-3. What was written is copied into this process's part, and the whole tensors are freed.
+3. The written values are copied into this process's part, and the whole tensors are freed.
 
 Before each call, the random generators are seeded by the seed and the name of the module. So the values depend neither
 on the number of processes nor on the strategy. They are not those of a model that was built in memory, whose draws come
