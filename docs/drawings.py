@@ -352,7 +352,7 @@ def ulysses() -> Drawing:
         for x, (layer, held, colour, of) in zip(COLUMNS, steps, strict=True):
             d.device(x, y, WIDE, f"process {number}: {layer}", [Bar(colour, held, (number,), of), Bar("weights", P)])
     for left, right in pairwise(COLUMNS):
-        for number, (y, other) in enumerate(((56, 168), (168, 56))):
+        for y, other in ((56, 168), (168, 56)):
             d.arrow((left + WIDE + 3, y), (right - 3, y))
             d.arrow((left + WIDE + 3, y), (right - 3, other), dashed=True)
     d.note(230, "Each all-to-all sends (n - 1) / n of the process's part of q, k, v or the output.")
