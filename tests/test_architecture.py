@@ -297,6 +297,7 @@ OTHERS = {  # private names that are not torch's: Python's, those of libraries t
     "_FabricDataLoader", "_FabricModule", "_FabricOptimizer", "_dataloader",  # Lightning Fabric
     "_render_traceback_",  # IPython
     "_init_weights", "_keys_to_ignore_on_load_unexpected", "_tied_weights_keys",  # transformers
+    "_distributed",  # datasets
     "_hp_mapping", "_hp_optimizer_states_linked", "_index_in_param_group",  # DeepSpeed
     "_lazy_init_hp_params_optimizer_state",
 }  # fmt: skip

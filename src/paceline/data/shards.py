@@ -31,7 +31,7 @@ Example = tuple[int, Any]
 
 
 class Shards(Protocol):
-    """What is read of a data set of shards."""
+    """The position in a data set of shards."""
 
     count: int
     digest: int  # of the names of the shards: the same on every rank
