@@ -31,7 +31,7 @@ Example = tuple[int, Any]
 
 
 class Shards(Protocol):
-    """The position in a data set of shards."""
+    """A data set of shards, as its reader sees it."""
 
     count: int
     digest: int  # of the names of the shards: the same on every rank
@@ -115,12 +115,12 @@ class StreamOrder:
         self._blocks, self._totals = blocks, totals
 
     def before(self, number: int) -> int:
-        """The number of places in the rounds before this one. What they have must be known."""
+        """The number of places in the rounds before this one. The lengths of those must be known."""
         ended = self._totals
         return sum(min(number * b, ended.get(stream, number * b)) for stream, b in enumerate(self._blocks))
 
     def round_of(self, place: int) -> int:
-        """The round with the place of this number in the global order. What earlier rounds have must be known."""
+        """The round with the place of this number in the global order. The lengths of the streams before it must be known."""
         low, high = 0, place + 1  # a round has a place, unless all streams have ended
         while high - low > 1:
             middle = (low + high) // 2
@@ -128,7 +128,7 @@ class StreamOrder:
         return low
 
     def places(self, number: int) -> list[Place]:
-        """The places of a round, in order. What a stream has in it must be known."""
+        """The places of a round, in order. Its streams' lengths in it must be known."""
         found = []
         for stream, block in enumerate(self._blocks):
             first, total = number * block, self._totals.get(stream)

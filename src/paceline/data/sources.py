@@ -127,7 +127,7 @@ class Source:
         raise NotImplementedError
 
     def progress(self, epoch: int) -> dict[str, Any]:
-        """What a checkpoint in the middle of this epoch needs besides the step."""
+        """The state that a checkpoint in the middle of this epoch needs besides the step."""
         return {}
 
     def resume(self, epoch: int, state: Mapping[str, Any]) -> None:
