@@ -120,7 +120,7 @@ class StreamOrder:
         return sum(min(number * b, ended.get(stream, number * b)) for stream, b in enumerate(self._blocks))
 
     def round_of(self, place: int) -> int:
-        """The round with the place of this number in the global order. The lengths of the streams before it must be known."""
+        """The round with the place of this number in the global order. The streams' lengths before it must be known."""
         low, high = 0, place + 1  # a round has a place, unless all streams have ended
         while high - low > 1:
             middle = (low + high) // 2
