@@ -209,7 +209,7 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
 }  # fmt: skip
 
 
-def check_operation(operation: Callable[[Tensor], Any]) -> None:
+def compare_operation(operation: Callable[[Tensor], Any]) -> None:
     """Values, and gradients: those of the processes add up to the gradients of the whole."""
     x = torch.randn(2, T, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     plain, cut = x.clone().requires_grad_(), even_cut(world_group(), T)
@@ -248,7 +248,7 @@ def test_each_operation_is_that_on_whole_sequences() -> None:
 
             patch.setattr(sequence_shard, "on_whole", on_whole_noted)
             try:
-                check_operation(operation)
+                compare_operation(operation)
             except Exception as error:
                 failed.append(f"{name}: {type(error).__name__}: {error}")
     assert not failed, "\n".join(failed)
