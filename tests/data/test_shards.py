@@ -212,6 +212,7 @@ def test_a_restart_reads_at_most_one_shard_of_a_stream_again(folder: Path) -> No
             assert len(again_read) < 8, "fewer than a global batch"
 
 
+@pytest.mark.conformance
 def test_a_stream_of_hugging_face_with_shards(tmp_path: Path) -> None:
     """Workers read their shards whole, though the data set splits itself by worker."""
     datasets = pytest.importorskip("datasets")
@@ -234,14 +235,18 @@ def test_a_stream_of_hugging_face_with_shards(tmp_path: Path) -> None:
             assert [batch["n"].tolist() for batch in again] == found[2:]
 
 
-def test_what_is_refused() -> None:
+@pytest.mark.conformance
+def test_a_split_of_hugging_face_is_refused() -> None:
     datasets = pytest.importorskip("datasets")
     from datasets.distributed import split_dataset_by_node
 
     split = split_dataset_by_node(datasets.Dataset.from_dict({"n": [*range(8)]}).to_iterable_dataset(4), 0, 2)
+    with started(progress="off") as run, pytest.raises(SettingError, match="split_dataset_by_node"):
+        run.loader(split, global_batch=2)
+
+
+def test_what_is_refused() -> None:
     with started(progress="off") as run:
-        with pytest.raises(SettingError, match="split_dataset_by_node"):
-            run.loader(split, global_batch=2)
         with pytest.raises(SettingError, match="`shards` is empty"):
             run.loader(Files([]), global_batch=2)
         with pytest.raises(SettingError, match="no batch"):

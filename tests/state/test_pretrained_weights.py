@@ -26,7 +26,8 @@ from paceline.comm.mesh import world_group
 from paceline.errors import CheckpointError, SettingError, UsageError
 from paceline.state import pretrained, sharded_export
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", reason="Hugging Face's models are what is tested")
+pytestmark = pytest.mark.conformance
 
 TOKENS = torch.arange(12).reshape(2, 6) % 11
 
@@ -114,7 +115,6 @@ def test_there_and_back_under_every_strategy(strategy: str, tmp_path: Path) -> N
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.conformance
 @pytest.mark.parametrize(
     "strategy", ["fsdp:min_params=0", "fsdp:replicate=2,min_params=0", "fsdp+tensor:size=2", "pipeline:stages=2"]
 )
@@ -479,12 +479,11 @@ run.export(sys.argv[1], shards=64)
 """
 
 
-@pytest.mark.conformance
 def test_a_crash_leaves_no_directory_that_looks_whole(tmp_path: Path) -> None:
     """Killed before each of the moves. Either nothing can be loaded, or all of it is new."""
     (tmp_path / "script.py").write_text(textwrap.dedent(KILLED))
     new = 0
-    for moves in (0, 1, 3, 5, 99):
+    for moves in (0, 1, 3, 4, 99):  # 5 moves: a checksum, 3 shards, and the index last
         folder = tmp_path / f"out-{moves}"
         line = [sys.executable, str(tmp_path / "script.py"), str(folder), str(moves)]
         done = subprocess.run(line, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
