@@ -271,5 +271,9 @@ def basis(measured: Measurement, cluster: Cluster, batch: int, gpu: str | None) 
             "Memory does not include the parts that only such a device shows: its context, buffers of NCCL, "
             "fragmentation."
         )
+        lines.append(
+            "The host's time to start a step's kernels is not included: steps of a few milliseconds take longer than "
+            "this."
+        )
     lines.append("Waiting for data is not included.")
     return lines
