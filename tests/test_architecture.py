@@ -204,6 +204,14 @@ def test_the_launchers_side_loads_no_torch(name: str) -> None:
     assert not done.stdout.strip(), f"import paceline.{name} loads {done.stdout}"
 
 
+def test_a_script_loads_no_strategy_and_no_tool_that_it_does_not_use() -> None:
+    """FSDP2, DTensor and FLOP counting import sympy and hundreds of modules of torch."""
+    code = "import sys, paceline, paceline.session; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    heavy = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.utils.flop_counter", "sympy")
+    assert not set(heavy) & set(done.stdout.split())
+
+
 @of_each([name for name in MODULES if unit(name) in ("run", "fitting")])
 def test_the_run_never_asks_which_strategy_it_holds(name: str) -> None:
     path = MODULES[name]

@@ -8,7 +8,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from paceline.comm import device_choice, process_group
 from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
 from paceline.errors import CheckpointError, PacelineError, UsageError, WorldError
-from paceline.planning.worker.step_measure import StepMeasure
-from paceline.run import Run, observe
+from paceline.run import Run, RunParts, observe
 from paceline.step.excepthook import explain_uncaught
+from paceline.step.observer import StepObserver
 from paceline.strategies import alone
 from paceline.strategies import on_cpu as on_cpu_of
 from paceline.timeline.worker.tracer import Tracer
@@ -150,13 +150,24 @@ def start(
             print(f"paceline: {line}", file=sys.stderr)
     run = Run(world, settings, where, trial=spec is not None)
     if spec is not None:
-        tool = Recorder if spec.reference is not None else StepMeasure if spec.measures_step else Probe
+        tool = _trial_observer(spec)
         observe(run, lambda run, parts: tool(run, parts, spec))
     if settings.trace is not None:
         path = settings.trace
         observe(run, lambda run, parts: Tracer(run, parts, path))
     _open.append(run)
     return run
+
+
+def _trial_observer(spec: TrialSpec) -> Callable[[Run, RunParts, TrialSpec], StepObserver]:
+    """The observer of a trial of `paceline verify`, `plan` or `compare`."""
+    if spec.reference is not None:
+        return Recorder
+    if spec.measures_step:
+        from paceline.planning.worker.step_measure import StepMeasure  # it imports FSDP2 and DTensor
+
+        return StepMeasure
+    return Probe
 
 
 def _better(error: BaseException) -> Exception | None:

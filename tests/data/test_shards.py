@@ -235,6 +235,18 @@ def test_a_stream_of_hugging_face_with_shards(tmp_path: Path) -> None:
             assert [batch["n"].tolist() for batch in again] == found[2:]
 
 
+def test_a_data_set_with_rows_is_read_by_its_rows() -> None:
+    class Rows(list[int]):
+        shards = 4
+
+        def read(self, shard: int, position: int) -> None:
+            raise AssertionError("not the protocol of shards")
+
+    with started(progress="off") as run:
+        found = [batch.tolist() for batch in run.loader(Rows(range(6)), global_batch=2)]
+    assert found == [[0, 1], [2, 3], [4, 5]]
+
+
 @pytest.mark.conformance
 def test_a_split_of_hugging_face_is_refused() -> None:
     datasets = pytest.importorskip("datasets")

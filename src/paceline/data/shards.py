@@ -84,7 +84,9 @@ class HuggingFaceShards:
 
 def shards_of(dataset: Any) -> Shards | None:
     """The shards of a data set; None if it does not say what they are, or has one. Raises SettingError for no shard."""
-    if hasattr(dataset, "shards") and callable(getattr(dataset, "read", None)):
+    # A data set with rows may have these names too. torch's Dataset has a __getitem__ that raises NotImplementedError.
+    has_rows = getattr(type(dataset), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+    if not has_rows and hasattr(dataset, "shards") and callable(getattr(dataset, "read", None)):
         found = UserShards(dataset)
         if not found.count:
             raise SettingError(
