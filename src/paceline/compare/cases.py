@@ -11,7 +11,7 @@ import torch
 from paceline.config import PRECISIONS, PRECISIONS_ELSEWHERE, StrategySpec, parse_strategy
 from paceline.errors import SettingError, suggest
 from paceline.strategies import STRATEGIES, alone
-from paceline.trials.start import Script, place_strategy
+from paceline.trials.start import Script, place_strategy, split_strategies
 
 BASELINE = "single"  # the losses of all other cases are compared with its losses
 # Additional rows if all strategies are tried.
@@ -65,18 +65,7 @@ def read_strategies(text: str | None, nproc: int) -> list[StrategySpec]:
         names = sorted(STRATEGIES, key=lambda name: name != BASELINE)
         specs = [spec for name in names for spec in (name, *_MORE.get(name, ()))]
         return [parse_strategy(spec) for spec in specs if nproc >= _LEAST_REPLICAS.get(spec, 1)]
-    whole: list[str] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name = part.partition(":")[0]
-        if name not in STRATEGIES and whole and ":" in whole[-1] and ":" not in part:
-            whole[-1] += f",{part}"
-        elif name not in STRATEGIES:
-            raise SettingError(f"--strategies: {name!r} is not known. {suggest(name, STRATEGIES)}")
-        else:
-            whole.append(part)
-    if not whole:
-        raise SettingError(f"--strategies {text!r} contains no name. {suggest('', STRATEGIES)}")
-    return [parse_strategy(part) for part in dict.fromkeys([BASELINE, *whole])]
+    return [parse_strategy(part) for part in dict.fromkeys([BASELINE, *split_strategies(text, STRATEGIES)])]
 
 
 def read_precisions(text: str | None) -> list[str | None]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.config import StrategySpec, parse_strategy
-from paceline.errors import SettingError, suggest
+from paceline.errors import SettingError
 from paceline.planning.cluster import Cluster
 from paceline.planning.cost_model import MODELS
+from paceline.trials.start import split_strategies
 
 NOT_MODELLED = {
     "deepspeed": "see fsdp of the same stage",
@@ -26,19 +27,10 @@ def read_candidates(text: str | None, cluster: Cluster) -> list[StrategySpec]:
     """
     if text is None:
         return list(all_candidates(cluster))
-    whole: list[str] = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name = part.partition(":")[0]
-        if name in NOT_MODELLED:
+    whole = split_strategies(text, MODELS.keys() | NOT_MODELLED.keys())
+    for name in NOT_MODELLED:
+        if any(part.partition(":")[0] == name for part in whole):
             raise SettingError(f"--strategies: {name} is not modelled: {NOT_MODELLED[name]}. Leave it out.")
-        if name not in MODELS and whole and ":" in whole[-1] and ":" not in part:
-            whole[-1] += f",{part}"
-        elif name not in MODELS:
-            raise SettingError(f"--strategies: {name!r} is not known. {suggest(name, MODELS)}")
-        else:
-            whole.append(part)
-    if not whole:
-        raise SettingError(f"--strategies {text!r} contains no name. {suggest('', MODELS)}")
     return [parse_strategy(part) for part in dict.fromkeys(whole)]
 
 

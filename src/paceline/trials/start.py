@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import NamedTuple
 
 from paceline.config import StrategySpec
+from paceline.errors import SettingError, suggest
 from paceline.strategies import STRATEGIES
 
 
@@ -83,3 +84,23 @@ def place_strategy(spec: StrategySpec, nproc: int, devices: Sequence[str]) -> tu
         servers = int(asked) if asked.isdecimal() else 0  # otherwise the trial reports the error
         return spec, nproc + servers, servers
     return spec, nproc, 0
+
+
+def split_strategies(text: str, known: Collection[str]) -> list[str]:
+    """The strategies with their options in a list with commas, which also separate the options of a strategy.
+
+    Raises:
+        SettingError: a name is not in `known`, or there is no name.
+    """
+    whole: list[str] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name = part.partition(":")[0]
+        if name not in known and whole and ":" in whole[-1] and ":" not in part:
+            whole[-1] += f",{part}"
+        elif name not in known:
+            raise SettingError(f"--strategies: {name!r} is not known. {suggest(name, known)}")
+        else:
+            whole.append(part)
+    if not whole:
+        raise SettingError(f"--strategies {text!r} contains no name. {suggest('', known)}")
+    return whole
