@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from paceline.comm import dtensor
 from paceline.comm.mesh import world_group
 from paceline.errors import ModelError, UsageError
-from paceline.strategies.kit import deferred
+from paceline.strategies.kit import deferred, stand_ins
+from paceline.torch_private.core import TorchDispatchMode
 
 
 class Block(nn.Module):
@@ -143,6 +144,80 @@ def test_the_same_start_under_every_strategy(strategy: str) -> None:
 )
 def test_the_same_start_on_four_ranks(strategy: str) -> None:
     same_start(strategy)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp:min_params=0", "tensor:plan=layers.*.up:column,layers.*.down:row"])
+def test_the_same_start_with_tensors_of_many_blocks(strategy: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stand_ins, "ROWS", 13)  # two rows of 6
+        same_start(strategy)
+
+
+FUNCTIONS: list[Callable[[Tensor], object]] = [
+    lambda t: t.fill_(3),
+    lambda t: t.data.zero_(),
+    lambda t: t.uniform_(1, 2),
+    lambda t: t.data.normal_(mean=1.0, std=0.1),
+    lambda t: nn.init.uniform_(tensor=t, a=2.0, b=3.0),
+    lambda t: nn.init.normal_(t, 2.0, std=0.5),
+    lambda t: nn.init.trunc_normal_(t, std=0.02, a=-0.03, b=0.03),
+    lambda t: nn.init.constant_(t, 0.25),
+    nn.init.kaiming_uniform_,
+    lambda t: nn.init.kaiming_normal_(t, mode="fan_out", nonlinearity="relu"),
+    lambda t: nn.init.xavier_uniform_(t, gain=2.0),
+    nn.init.xavier_normal_,
+]
+
+
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(300, 200))
+
+
+@pytest.mark.parametrize("number", range(len(FUNCTIONS)))
+def test_values_in_blocks_are_distributed_as_those_of_the_function(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stand_ins, "ROWS", 2000)
+    call = FUNCTIONS[number]
+    found = alone(Weight, init=lambda module: call(module.weight))["weight"]
+    expected = torch.empty(300, 200)
+    call(expected)
+    scale = expected.abs().max().item()
+    torch.testing.assert_close(found.mean(), expected.mean(), rtol=0.01, atol=0.02 * scale)
+    torch.testing.assert_close(found.std(), expected.std(), rtol=0.02, atol=0)
+    for end in (found.min() - expected.min(), found.max() - expected.max()):
+        assert abs(end.item()) <= 0.2 * scale
+    if found.std() > 0:
+        assert len(found.unique()) > 0.9 * found.numel()  # no block repeats another
+
+
+class Made(TorchDispatchMode):
+    """Counts the elements that are drawn, and the largest tensor that is made in memory."""
+
+    drawn = largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and not found.is_meta:
+            self.largest = max(self.largest, dtensor.local(found).numel())
+            self.drawn += found.numel() * (func.name() in ("aten::uniform_", "aten::normal_"))
+        return found
+
+
+@pytest.mark.ranks(2)
+def test_a_process_makes_and_draws_its_own_rows() -> None:
+    with pytest.MonkeyPatch.context() as patch, checks.started(strategy="fsdp:min_params=0") as run:
+        patch.setattr(stand_ins, "ROWS", 6400)
+        model = on_meta(lambda: nn.Sequential(nn.Linear(640, 640, bias=False), nn.Embedding(640, 64)))
+        with Made() as made:
+            run.prepare(model)
+        own = sum(dtensor.local(p).numel() for p in model.parameters())
+        assert own == (640 * 640 + 640 * 64) / 2
+        assert made.largest == 640 * 640 / 2  # of the weight's own part
+        assert own <= made.drawn <= own + 2 * 6400
 
 
 @pytest.mark.ranks(2)

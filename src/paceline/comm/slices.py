@@ -10,7 +10,7 @@ A layer with q, k and v in one weight has three boxes, because each third is spl
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -52,6 +52,21 @@ def write_part(target: Tensor, whole: Tensor) -> None:
     own = dtensor.local(target)
     for box in boxes_of(target):
         region(own, box.start, box.shape).copy_(region(whole, box.offset, box.shape))
+
+
+def write_rows(target: Tensor, first: int, count: int, rows: Callable[[], Tensor]) -> None:
+    """Write some rows of a tensor with at least one dimension. Of a sharded tensor, write this process's part of them.
+
+    first, count: which rows. rows: makes them; called if this process has a part of them.
+    """
+    own, made = dtensor.local(target), None
+    for box in boxes_of(target):
+        low, high = max(first, box.offset[0]), min(first + count, box.offset[0] + box.shape[0])
+        if low < high:
+            made = rows() if made is None else made
+            shape = (high - low, *box.shape[1:])
+            start = (box.start[0] + low - box.offset[0], *box.start[1:])
+            region(own, start, shape).copy_(region(made, (low - first, *box.offset[1:]), shape))
 
 
 def whole_box(shape: Sequence[int]) -> list[Box]:

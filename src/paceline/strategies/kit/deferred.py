@@ -4,14 +4,12 @@ A model that was built under `torch.device("meta")` has shapes and no memory. A 
 only its part of the memory. Then `Filling` runs the modules' own initialisation, one module at a time, and each process
 keeps its part of the result:
 
-1. Stand-ins take the place of the tensors of a module and of its children: whole tensors on "meta".
-2. The module's function runs (`reset_parameters`, transformers' `_init_weights`, or the script's). At the first use of
-   a stand-in, a whole tensor in host memory replaces it. So a process holds its part and the tensors of one call.
-3. The written values are copied into this process's part, and the whole tensors are freed.
+1. Stand-ins take the place of the tensors of a module and of its children (stand_ins.py).
+2. The module's function runs (`reset_parameters`, transformers' `_init_weights`, or the script's).
+3. What it wrote is copied into this process's part.
 
-Before each call, the random generators are seeded by the seed and the name of the module. So the values depend neither
-on the number of processes nor on the strategy. They are not those of a model that was built in memory, whose draws come
-from one stream.
+Draws are keyed by the seed and the names of the module and the tensor. So the values depend neither on the number of
+processes nor on the strategy. They are not those of a model that was built in memory, whose draws come from one stream.
 
 Follows PyTorch's FSDP2 idiom, `to_empty` and `reset_parameters` after `fully_shard`, and torchdistx's deferred
 initialisation.
@@ -19,28 +17,18 @@ initialisation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from paceline.comm import dtensor, generators
-from paceline.comm.slices import write_part
 from paceline.data.randomness import mix, seed_all, tag
 from paceline.errors import ModelError
 from paceline.strategies.kit.named_parameters import listed
-from paceline.torch_private.core import (
-    INITIALISERS,
-    buffers_of,
-    parameters_of,
-    tree_map_only,
-    unsaved_buffers,
-    version_within,
-)
+from paceline.strategies.kit.stand_ins import clear, stand_ins
+from paceline.torch_private.core import INITIALISERS, buffers_of, parameters_of, unsaved_buffers
 
 Init = Callable[[nn.Module], object]
 """A function that initialises a module's own parameters, as for `nn.Module.apply`."""
@@ -104,7 +92,7 @@ class Filling:
         unsaved = {tensor for tensor, names in tensors.items() if all(self._names[name] for name in names)}
         empty = set(tensors)  # those that no function has written yet
         for tensor in tensors:
-            _clear(dtensor.local(tensor))
+            clear(dtensor.local(tensor))
         if self._init is not True:
             self._run(None, unsaved, empty, lambda module: not unsaved.isdisjoint(_own_tensors(module).values()))
         if self._init is not False:
@@ -126,13 +114,14 @@ class Filling:
             calls = _functions(module, model) if init is None else [partial(init, module)]
             if not calls or not chosen(module):
                 continue
-            seed_all(mix(self._key, tag(name)))
-            with _stand_ins(module, empty) as touched:
+            key = mix(self._key, tag(name))
+            seed_all(key)
+            with stand_ins(module, key, empty) as written:
                 for call in calls:
                     call()
-            for tensor, whole in touched.items():
+            for tensor, write in written.items():
                 if tensor in targets:
-                    write_part(tensor, whole)
+                    write()
                     empty.discard(tensor)
 
 
@@ -173,100 +162,6 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 def _all_tensors(module: nn.Module) -> Iterator[Tensor]:
     yield from module.parameters()
     yield from module.buffers()
-
-
-# --- stand-ins
-
-
-@contextmanager
-def _stand_ins(module: nn.Module, empty: Collection[Tensor]) -> Iterator[dict[Tensor, Tensor]]:
-    """Within the block, a module's tensors are stand-ins. Yields a dict that is filled at the end: the tensors that the
-    block has written -> their whole values. empty: tensors without values, which are not gathered."""
-    places = [
-        (kind, name, tensor)
-        for one in module.modules()
-        for kind in (parameters_of(one), buffers_of(one))
-        for name, tensor in kind.items()
-        if tensor is not None
-    ]
-    made = {tensor: _stand_in(tensor) for _, _, tensor in places}
-    for kind, name, tensor in places:
-        kind[name] = made[tensor]
-    touching = _Touching({stand_in: tensor for tensor, stand_in in made.items()}, empty)
-    found: dict[Tensor, Tensor] = {}
-    assigned: dict[Tensor, Tensor] = {}
-    try:
-        with touching:
-            yield found
-    finally:
-        for kind, name, tensor in places:
-            now = kind.get(name)
-            if now is not None and now is not made[tensor] and now.shape == tensor.shape:
-                assigned[tensor] = now  # module.weight = nn.Parameter(...)
-            kind[name] = tensor
-    found.update(touching.written())
-    found.update(assigned)
-
-
-def _clear(tensor: Tensor) -> None:
-    """Write NaN, or 0 to integers: a tensor that nothing fills must not have random values."""
-    tensor.fill_(torch.nan if tensor.is_floating_point() or tensor.is_complex() else 0)
-
-
-def _stand_in(tensor: Tensor) -> Tensor:
-    made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-
-
-_FORMS: set[Any] = {
-    Tensor.shape.__get__,  # type: ignore[attr-defined]
-    Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-}
-"""Functions that read no values."""
-
-
-class _Touching(TorchFunctionMode):
-    """Replaces stand-ins by whole tensors in host memory wherever a torch function takes them."""
-
-    def __init__(self, tensors: dict[Tensor, Tensor], empty: Collection[Tensor]) -> None:
-        super().__init__()
-        self._tensors, self._empty = tensors, empty  # tensors: stand-in -> tensor of the model
-        self._whole: dict[Tensor, tuple[Tensor, int]] = {}  # stand-in -> (whole tensor, its version at the beginning)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _FORMS:
-            args, kwargs = tree_map_only(Tensor, self._real, (args, kwargs))
-            if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-                func = Tensor.detach  # the same values, but writes to it are counted
-        return func(*args, **(kwargs or {}))
-
-    def _real(self, tensor: Tensor) -> Tensor:
-        if tensor not in self._tensors:
-            return tensor
-        if tensor not in self._whole:
-            own = self._tensors[tensor]
-            if own in self._empty:
-                whole = torch.empty(own.shape, dtype=own.dtype, device="cpu")
-                _clear(whole)
-            else:
-                whole = dtensor.whole(own).detach().to("cpu", copy=True)
-            whole = nn.Parameter(whole, own.requires_grad) if isinstance(own, nn.Parameter) else whole
-            self._whole[tensor] = whole, version_within(whole)
-        return self._whole[tensor][0]
-
-    def written(self) -> dict[Tensor, Tensor]:
-        return {
-            self._tensors[stand_in]: whole
-            for stand_in, (whole, version) in self._whole.items()
-            if version_within(whole) != version
-        }
 
 
 # --- errors
