@@ -3,6 +3,8 @@ trains on, and a restart seeks."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import zlib
 from collections import Counter
@@ -15,6 +17,7 @@ import pytest
 import torch
 from tests.strategies.checks import difference, started
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import paceline
 from paceline.data.shards import stream_count
@@ -212,10 +215,33 @@ def test_a_restart_reads_at_most_one_shard_of_a_stream_again(folder: Path) -> No
             assert len(again_read) < 8, "fewer than a global batch"
 
 
+@pytest.mark.ranks(2)
+def test_a_data_set_with_fewer_streams_than_processes_is_named_once() -> None:
+    class Plain(IterableDataset[Tensor]):
+        def __iter__(self) -> Iterator[Tensor]:
+            return map(torch.tensor, [1.0, 2.0, 3.0])
+
+    with started(progress="off") as run:
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said):
+            run.loader(Plain(), global_batch=2, name="plain")
+            run.loader(Files([4]), global_batch=2, name="one")
+            run.loader(Files([4, 4]), global_batch=2, name="two")
+        lines = said.getvalue().splitlines()
+        if not run.main:
+            assert lines == []
+            return
+        assert len(lines) == 2
+        assert "name='plain', dataset=Plain): the data set is one stream, so each of the 2 processes" in lines[0]
+        assert "name='one', dataset=Files): 1 shard(s) make 1 stream(s) for 2 processes, so several" in lines[1]
+
+
 @pytest.mark.conformance
-def test_a_stream_of_hugging_face_with_shards(tmp_path: Path) -> None:
+@pytest.mark.ranks(1, 2, 3)
+def test_a_stream_of_hugging_face_with_shards() -> None:
     """Workers read their shards whole, though the data set splits itself by worker."""
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     rows = datasets.Dataset.from_dict({"n": list(range(45))})
     plain = rows.to_iterable_dataset(num_shards=6)
     mapped = plain.map(lambda row: {"twice": 2 * row["n"]}).filter(lambda row: row["n"] % 7 != 3)
@@ -223,16 +249,19 @@ def test_a_stream_of_hugging_face_with_shards(tmp_path: Path) -> None:
         shards = [[row["n"] for row in data.shard(6, shard)] for shard in range(6)]
         with started(progress="off") as run:
             loader = run.loader(data, global_batch=12, num_workers=workers)
-            found, states = [], []
+            found: list[list[int]] = []
+            states = []
             for batch in loader:
-                found.append(batch["n"].tolist())
+                mine = list(zip(loader.rows, batch["n"].tolist(), strict=True))
+                found.append([number for _, number in sorted(run.gather(mine))])
                 loader.mark_stepped(loader.current)
                 states.append(loader.state_dict())
             numbers = [[shards[n // 1000][n % 1000] for n in one] for one in expected([len(s) for s in shards], 12)]
             assert found == numbers
             again = run.loader(data, global_batch=12, name="again")
             again.load_state_dict(states[1])
-            assert [batch["n"].tolist() for batch in again] == found[2:]
+            rest = [list(zip(again.rows, batch["n"].tolist(), strict=True)) for batch in again]
+            assert [[number for _, number in sorted(run.gather(mine))] for mine in rest] == found[2:]
 
 
 def test_a_data_set_with_rows_is_read_by_its_rows() -> None:

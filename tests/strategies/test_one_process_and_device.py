@@ -25,6 +25,7 @@ LINES = {  # by strategy: what is said at the start
     "mirrored": "strategy mirrored trains like 'single', since this run has one device.",
     "tensor": "strategy tensor trains like 'single', since this run has one process.",
     "fsdp+tensor": "strategy fsdp+tensor shards nothing here and runs as 'fsdp', since this run has one process.",
+    "fsdp+ulysses": "strategy fsdp+ulysses splits nothing here and runs as 'fsdp', since this run has one process.",
     "ulysses": "strategy ulysses trains like 'single', since this run has one process.",
     "pipeline": "strategy pipeline trains like 'single', since this run has one process.",
     "local_sgd": "strategy local_sgd trains like 'single', since this run has one process.",

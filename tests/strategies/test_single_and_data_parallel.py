@@ -166,6 +166,7 @@ def test_strategies_of_one_process_refuse_several() -> None:
         "pipeline",
         "tensor",
         "fsdp+tensor",
+        "fsdp+ulysses",
         "ulysses",
         "local_sgd",
         "diloco",

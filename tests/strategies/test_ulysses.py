@@ -112,7 +112,9 @@ def classes(model: nn.Module, batch: list[Tensor]) -> Tensor:
 
 
 def strategies() -> list[str]:
-    return ["ulysses"] if dist.get_world_size() == 2 else ["ulysses:size=2", "ulysses"]
+    if dist.get_world_size() == 2:
+        return ["ulysses", "fsdp+ulysses:min_params=0"]
+    return ["ulysses:size=2", "ulysses", "fsdp+ulysses:size=2,min_params=0"]
 
 
 @pytest.mark.ranks(2, conformance=4)
@@ -126,6 +128,14 @@ def test_a_decoder_trains_as_plain_pytorch() -> None:
             same(ours, plainly(GPT, loss, adam=True, given=given, clip=0.3))
 
 
+@pytest.mark.ranks(conformance=4)
+def test_sequences_over_four_and_two_sharded_replicas() -> None:
+    strategy = "fsdp+ulysses:stage=2,replicate=2,checkpointing=true,wrap=Block,min_params=0"
+    given = TensorDataset(IDS)
+    ours = under_paceline(GPT, next_token, strategy=strategy, adam=True, micro=2, given=given, clip=0.3)
+    same(ours, plainly(GPT, next_token, adam=True, given=given, clip=0.3))
+
+
 @pytest.mark.ranks(2, conformance=4)
 def test_heads_that_do_not_divide_and_mixed_tokens_are_exact() -> None:
     with warnings.catch_warnings():
@@ -134,13 +144,14 @@ def test_heads_that_do_not_divide_and_mixed_tokens_are_exact() -> None:
             (lambda: GPT(heads=3), next_token, TensorDataset(IDS)),
             (Frames, classes, TensorDataset(VECTORS, CLASSES)),
         ):
-            ours = under_paceline(build, loss, strategy=strategies()[0], adam=True, given=given)
-            same(ours, plainly(build, loss, adam=True, given=given))
+            for strategy in strategies():
+                ours = under_paceline(build, loss, strategy=strategy, adam=True, given=given)
+                same(ours, plainly(build, loss, adam=True, given=given))
 
 
 @pytest.mark.ranks(conformance=2)
 def test_checkpoints_are_those_of_ddp() -> None:
-    compare_checkpoints(Net, one_head, ["ulysses"], optimizer=adamw)
+    compare_checkpoints(Net, one_head, ["ulysses", "fsdp+ulysses:min_params=0"], optimizer=adamw)
 
 
 # ------------------------------------------------------------ each rule

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
@@ -17,6 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Subset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
+from paceline.comm.mesh import world_group
 from paceline.data import order
 from paceline.data.agreement import check_same_data, probe_of_indices
 from paceline.data.batch_plan import BatchPlan, Fetched, GlobalBatches, Pass, Request
@@ -400,6 +402,27 @@ class _Requests:
         return self._requests
 
 
+def _note_repeated_reads(name: str, dataset: Any, shards: Shards | None, global_batch: int) -> None:
+    """Say on rank 0 that several processes read the same examples, if the data set has too few streams."""
+    processes = world_group().size
+    streams = 1 if shards is None else stream_count(shards.count, global_batch)
+    if world_group().rank or streams >= processes:
+        return
+    what = f"run.loader(name={name!r}, dataset={type(dataset).__name__})"
+    if shards is not None:
+        text = (
+            f"{shards.count} shard(s) make {streams} stream(s) for {processes} processes, so several processes read "
+            f"the same examples. Cut the data into {processes} shards or more."
+        )
+    else:
+        text = (
+            f"the data set is one stream, so each of the {processes} processes reads all of it and keeps its part. "
+            "Reading is no faster than in one process. To read it in parts, give the data set `shards` and "
+            "`read(shard, position)`; an IterableDataset of Hugging Face needs num_shards of 2 or more."
+        )
+    print(f"paceline: {what}: {text}", file=sys.stderr)
+
+
 def _first_steps(fetched: Iterator[Fetched], start: int, limit: int) -> Iterator[Fetched]:
     """The yields of the steps from `start` to `limit` - 1. Does not read data for further steps."""
     if start >= limit:
@@ -441,6 +464,8 @@ def make_source(dataset: Any, given: LoaderArguments, *, seed: int, plan: Callab
     _check(stream, given)
     if stream:
         plan().check_stream(type(dataset).__name__)
+        assert given.global_batch is not None
+        _note_repeated_reads(given.name, dataset, shards, given.global_batch)
     if shards is not None:
         source: Source = ShardSource(dataset, shards, given, seed, plan)
     else:

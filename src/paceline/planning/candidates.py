@@ -13,6 +13,7 @@ from paceline.trials.start import split_strategies
 NOT_MODELLED = {
     "deepspeed": "see fsdp of the same stage",
     "shared": "it needs the CPUs of one machine",
+    "fsdp+ulysses": "its memory depends on the lengths of sequences",
     "ulysses": "its memory depends on the lengths of sequences",
 }
 

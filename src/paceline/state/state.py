@@ -137,7 +137,7 @@ class State:
         meta = {"world_size": world_group().size, "torch": str(torch.__version__)}
         kept = None if world_group().size == 1 else self.strategy.held_state()
         if kept is not None:
-            sliced = HeldParts(kept, self.strategy.mesh)
+            sliced = HeldParts(kept, self.strategy.parameter_mesh)
             streams = self._streams()
             on_rank_0(lambda: self.locks.take(Path(directory)))
             shared, path = self._sliced.save(

@@ -51,6 +51,7 @@ STRATEGIES = {
     "central_storage": "paceline.strategies.replicated.central_storage:CentralStorage",
     "tensor": "paceline.strategies.tensor.tensor:TensorParallel",
     "fsdp+tensor": "paceline.strategies.sharded.fsdp_tensor:FSDPTensor",
+    "fsdp+ulysses": "paceline.strategies.sequence.fsdp_ulysses:FSDPUlysses",
     "ulysses": "paceline.strategies.sequence.ulysses:Ulysses",
     "pipeline": "paceline.strategies.pipeline.pipeline:Pipeline",
     "local_sgd": "paceline.strategies.periodic.local_sgd:LocalSGD",

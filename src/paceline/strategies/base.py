@@ -100,6 +100,11 @@ class Strategy(ABC):
     models: Sequence[nn.Module] = ()  # as passed to `setup`
     optimizers: Sequence[torch.optim.Optimizer] = ()
 
+    @property
+    def parameter_mesh(self) -> Mesh:
+        """The mesh whose dimensions parameters are split over."""
+        return self.mesh
+
     @abstractmethod
     def __init__(self, world: World, device: torch.device) -> None:
         """Options are further keyword arguments. Raises SettingError if the strategy cannot work in this world."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,6 +78,12 @@ def as_forward(state: Any, module: nn.Module, method: Callable[..., Any], args: 
     """Call a method of a module as FSDP2 calls its forward: with FSDP2's pre-forward and post-forward."""
     args, kwargs = state._pre_forward(module, args, kwargs)
     return state._post_forward(module, args, method(*args, **kwargs))
+
+
+def around_inputs(group: Any, around: Callable[..., tuple[Any, Any]]) -> None:
+    """Replace register(args, kwargs) by around(register, args, kwargs). register passes the inputs of a layer's forward
+    through an autograd.Function, whose backward reduces the group's gradients; it returns (args, kwargs)."""
+    group._register_post_backward_hook = partial(around, group._register_post_backward_hook)
 
 
 def gathered(parameter: Any) -> Tensor | None:

@@ -27,13 +27,13 @@ RULE_MODULES = sequence_rules, sequence_attention, sequence_loss  # importing th
 
 
 class SequenceCuts:
-    """The hooks on prepared models. any: whether they have split a tensor."""
+    """The hooks on prepared models. strategy: its name in messages."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, strategy: str) -> None:
+        self._group, self._strategy = group, strategy
         self._known: set[nn.Module] = set()
         self._hooks: list[Any] = []
-        self.any = False
+        self._any = False  # whether a tensor has been split
 
     def add(self, models: Sequence[nn.Module]) -> None:
         """Watch the models that are new. Raises ModelError for a module that cannot work."""
@@ -45,8 +45,8 @@ class SequenceCuts:
             for name, module in model.named_modules():
                 if compiled_call(module) is not None or type(module).__name__ == "OptimizedModule":
                     raise ModelError(
-                        f"strategy ulysses: {name or 'the model'} is compiled by torch.compile, which bypasses the "
-                        "split of sequences. Remove torch.compile (or compile=True), or use strategy='ddp'."
+                        f"strategy {self._strategy}: {name or 'the model'} is compiled by torch.compile, which "
+                        "bypasses the split of sequences. Remove torch.compile (or compile=True), or use strategy='ddp'."
                     )
                 if module in self._known:
                     continue
@@ -55,6 +55,15 @@ class SequenceCuts:
                     self._hooks.append(module.register_forward_pre_hook(self._on_ids))
                 elif isinstance(module, BatchNormBase):  # Paceline's batch norm is an autograd.Function
                     self._hooks.append(module.register_forward_pre_hook(_gathered))
+
+    def check(self) -> None:
+        """Raises ModelError if nothing has been split."""
+        if not self._any:
+            raise ModelError(
+                f"strategy {self._strategy}: no input of the model could be split along the sequence. It splits token "
+                "ids of the shape (batch, tokens) where an nn.Embedding reads them, and inputs of the shape (batch, "
+                f"tokens, width), if they have at least {self._group.size} tokens. Use strategy='ddp' or 'fsdp'."
+            )
 
     def close(self) -> None:
         for hook in self._hooks:
@@ -76,7 +85,7 @@ class SequenceCuts:
         dim %= tensor.dim()
         if tensor.size(dim) < self._group.size:
             return tensor
-        self.any = True
+        self._any = True
         cut = even_cut(self._group, tensor.size(dim))
         return SequenceShard(cut.part(tensor, dim), dim, cut)
 

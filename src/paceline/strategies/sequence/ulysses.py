@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from paceline.comm.mesh import Mesh, check_size, world_group
 from paceline.config import StrategySpec
 from paceline.data.batch_plan import one_shard
-from paceline.errors import ModelError
 from paceline.strategies.base import Backward, LoopStrategy, backward_here
 from paceline.strategies.gradient_store import GradientStore
 from paceline.strategies.kit.named_parameters import (
@@ -50,10 +49,16 @@ from paceline.strategies.sequence.sequence_cut import SequenceCuts
 from paceline.world import World
 
 
-def check(world: int | None, *, size: int) -> None:
-    """Raises SettingError for options that cannot work on this number of processes."""
+def check(world: int | None, strategy: str = "ulysses", *, size: int) -> None:
+    """Raises SettingError for options that cannot work on this number of processes. strategy: its name in messages."""
     if size:
-        check_size(size, world, "strategy ulysses: size")
+        check_size(size, world, f"strategy {strategy}: size")
+
+
+def mesh(world: World, device: torch.device, size: int) -> Mesh:
+    """size: number of devices that share a sequence; 0: all."""
+    size = size or world.size
+    return Mesh(device, world.rank, {"replicate": world.size // size, "sequence": size})
 
 
 def alone(spec: StrategySpec, device: torch.device) -> tuple[StrategySpec, str]:
@@ -66,12 +71,11 @@ class Ulysses(LoopStrategy):
     def __init__(self, world: World, device: torch.device, *, size: int = 0) -> None:
         check(world.size, size=size)
         self.world, self.device = world, device
-        size = size or world.size
-        self.mesh = Mesh(device, world.rank, {"replicate": world.size // size, "sequence": size})
+        self.mesh = mesh(world, device, size)
         self.plan = one_shard(self.mesh.shards, self.mesh.shard)
         self.store = GradientStore()
-        self.store.factor = 1 / size
-        self._cuts = SequenceCuts(self.mesh.group("sequence"))
+        self.store.factor = 1 / self.mesh.size("sequence")
+        self._cuts = SequenceCuts(self.mesh.group("sequence"), "ulysses")
         self._sent: set[Tensor] = set()  # parameters and buffers that have received rank 0's values
         self._names: dict[Tensor, str] = {}
         self._used = UsedParameters("ulysses", world.rank)
@@ -84,12 +88,7 @@ class Ulysses(LoopStrategy):
         self._cuts.add(models)
 
     def backward(self, work: Backward) -> None:
-        if not self._cuts.any:
-            raise ModelError(
-                "strategy ulysses: no input of the model could be split along the sequence. It splits token ids of the "
-                "shape (batch, tokens) where an nn.Embedding reads them, and inputs of the shape (batch, tokens, "
-                f"width), if they have at least {self.mesh.size('sequence')} tokens. Use strategy='ddp'."
-            )
+        self._cuts.check()
         backward_here(work)
         if work.final:
             if self._used.untouched:

@@ -47,7 +47,11 @@ from paceline.world import World
 
 
 class FSDP2(LoopStrategy):
-    """Stages 2 and 3. strategy: its name in messages."""
+    """Stages 2 and 3.
+
+    mesh: its data dimensions are those over which parameters are sharded. strategy: its name in messages. run_mesh: the
+    run's mesh, if its data dimensions are others.
+    """
 
     def __init__(
         self,
@@ -56,9 +60,10 @@ class FSDP2(LoopStrategy):
         mesh: Mesh,
         sharding: Sharding,
         strategy: str = "fsdp",
+        run_mesh: Mesh | None = None,
     ) -> None:
         self.world, self.device = world, device
-        self.mesh = mesh
+        self.mesh, self._parameter_mesh = run_mesh or mesh, mesh
         self.plan = one_shard(self.mesh.shards, self.mesh.shard)
         self.store = GradientStore(reduces_each=True)
         self._sharding = sharding
@@ -79,6 +84,10 @@ class FSDP2(LoopStrategy):
         # autograd's nodes that accumulate gradients: for the gathered parameters, and for the shards
         self._nodes: list[Any] = []
         self._shard_nodes: list[Any] = []
+
+    @property
+    def parameter_mesh(self) -> Mesh:
+        return self._parameter_mesh
 
     # --- setup
 
@@ -202,7 +211,7 @@ class FSDP2(LoopStrategy):
         self._free()
         present = [p.grad for p in scalars if p.grad is not None]
         for grad in present:
-            grad.copy_(self.mesh.data.all_reduce(grad))
+            grad.copy_(self._parameter_mesh.data.all_reduce(grad))
         for p, earlier in zip(scalars, before, strict=True):
             if earlier is not None:
                 p.grad = earlier if p.grad is None else earlier.add_(p.grad)
