@@ -24,7 +24,7 @@ JOBS = "llama llama_packed llama_one_key_head llama_3_heads bert bert_eager"
         (2, "ulysses", "0", "loop", EXACT, 1e-10),
         (4, "ulysses:size=2", "2", "closure", JOBS, 1e-10),
         (2, "fsdp+ulysses:min_params=0", "0", "loop", "llama_packed bert", 1e-10),
-        pytest.param(4, "fsdp+ulysses:size=2,min_params=0", "0", "loop", EXACT, 1e-10, marks=pytest.mark.full),
+        pytest.param(4, "fsdp+ulysses:size=2,min_params=0", "0", "loop", JOBS, 1e-10, marks=pytest.mark.full),
         pytest.param(4, "ulysses", "0", "loop", EXACT, 1e-10, marks=pytest.mark.full),
         pytest.param(4, "ulysses:size=2", "2", "loop", IN_FLOAT32, 1e-6, marks=pytest.mark.full),
     ],

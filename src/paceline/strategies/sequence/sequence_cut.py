@@ -46,7 +46,8 @@ class SequenceCuts:
                 if compiled_call(module) is not None or type(module).__name__ == "OptimizedModule":
                     raise ModelError(
                         f"strategy {self._strategy}: {name or 'the model'} is compiled by torch.compile, which "
-                        "bypasses the split of sequences. Remove torch.compile (or compile=True), or use strategy='ddp'."
+                        "bypasses the split of sequences. Remove torch.compile (or compile=True), or use "
+                        "strategy='ddp'."
                     )
                 if module in self._known:
                     continue
