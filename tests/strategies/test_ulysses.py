@@ -370,3 +370,48 @@ def test_activations_are_divided() -> None:
         model, _ = run.prepare(*make(GPT, True))
         ours = kept(model)
     assert ours <= 0.6 * plain, (ours, plain)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("precision", "bar"), [("fp32", 1e-5), ("bf16", 1e-2)])
+def test_fit_evaluate_and_predict_as_plain_pytorch(precision: str, bar: float) -> None:
+    data = TensorDataset(IDS)
+
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = GPT()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def autocast() -> torch.autocast:
+        return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+
+    plain, optimizer = built()
+    for ids in IDS.split(7) * 2:
+        optimizer.zero_grad()
+        with autocast():
+            loss = next_token(plain, [ids])
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+    with torch.no_grad(), autocast():
+        expected, scores = next_token(plain, [IDS]).item(), plain(IDS).float()
+
+    for strategy in strategies():
+        model, optimizer = built()
+        with started(strategy=strategy, precision=precision, progress="off") as run:
+            history = paceline.fit(
+                model,
+                next_token,
+                data,
+                optimizer=optimizer,
+                global_batch=7,
+                shuffle=False,
+                epochs=2,
+                run=run,
+                evaluate_on=data,
+                max_grad_norm=0.5,
+            ).history
+            found = run.predict(model, data, global_batch=5, fn=lambda m, batch: m(batch[0]))
+        assert abs(history["val_loss"][-1] - expected) < bar * expected
+        if dist.get_rank() == 0:
+            torch.testing.assert_close(found.float(), scores, rtol=0, atol=5 * bar)
