@@ -5,7 +5,7 @@
 
 memory   The most bytes in tensors during a step, on 1, 2 and 4 processes of this machine, as torch's MemTracker counts
          them, for two models under ddp and fsdp. The plan is made from one process. Left out on both sides: `other`
-         (interpreter and libraries), and ddp's buckets, which the tracker does not see.
+         (interpreter and libraries).
 time     Seconds of a step and bytes that a process sends, of the same models. The rate and the latency of gloo between
          the processes are measured by two all-reduces, a small and a large one. Each process has one thread. If there
          are more processes than cores, each is slower than the measured process by cores / processes. Runs are trials
@@ -149,7 +149,7 @@ def check_memory(model: str, sizes: list[int]) -> list[dict[str, Any]]:
         counted = max(json.loads(printed.stdout.strip().splitlines()[-1]))
         cluster = Cluster(1, n, bandwidth=1e9, shares_cores=True)
         memory = cost_of(parse_strategy(name), Job(measured, cluster, measured.examples)).memory
-        predicted = memory.total.middle - memory.other - (memory.buffers if name.startswith("ddp") else 0)
+        predicted = memory.total.middle - memory.other
         row = {"model": model, "strategy": name, "processes": n, "bytes": compared(predicted, counted, "memory")}
         rows.append(row | {"parts": memory._asdict()})
         print(f"{model}, {name}, {n} processes: {row['bytes']}, {memory}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The jobs of plan_check.py: python benchmarks/plan_job.py mlp | gpt | probe, or with a second word: memory."""
+"""The jobs of plan_check.py: python benchmarks/plan_job.py mlp | gpt | convnet | probe [memory]."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,24 @@ class GPT(nn.Module):
         for block in self.blocks:
             x = block(x, src_mask=mask, is_causal=True)
         return self.head(x)
+
+
+class ConvNet(nn.Module):
+    """Residual blocks with batch norm."""
+
+    def __init__(self, width: int = 96, blocks: int = 5) -> None:
+        super().__init__()
+        self.into, self.head = nn.Conv2d(3, width, 3, padding=1), nn.Linear(width, 100)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+            for _ in range(blocks)
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.into(images)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
 
 
 def probe() -> None:
@@ -78,12 +97,19 @@ def train(name: str, memory: bool = False) -> None:
             torch.randn(512, 1024, generator=generator), torch.randint(10, (512,), generator=generator)
         )
         batch = 64
+    elif name == "convnet":
+        model = ConvNet()
+        data = TensorDataset(
+            torch.randn(128, 3, 16, 16, generator=generator), torch.randint(100, (128,), generator=generator)
+        )
+        batch = 16
     else:
         model = GPT()
         tokens = torch.randint(2048, (64, 65), generator=generator)
         data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         batch = 8
-    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    adam, sgd = torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)
+    model, optimizer = run.prepare(model, (sgd if name == "convnet" else adam)(model.parameters(), lr=1e-4))
     loader = run.loader(data, global_batch=batch)
 
     def update(x: Tensor, y: Tensor) -> None:

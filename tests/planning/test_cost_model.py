@@ -11,7 +11,7 @@ from paceline.planning.cluster import Cluster
 from paceline.planning.collectives import Group, all_reduce_seconds, groups, message_seconds, pass_seconds
 from paceline.planning.cost_model import MODELS, CannotRun, Cost, Job
 from paceline.planning.measurement import Layer, Measurement, TensorCut
-from paceline.planning.memory import backward_peak
+from paceline.planning.memory import backward_moments, sharded_moments
 from paceline.planning.plan_command import cost_of
 from paceline.planning.ranges import Range
 from paceline.strategies import STRATEGIES
@@ -89,7 +89,7 @@ def test_ddp() -> None:
     assert found.exposed + found.hidden == pytest.approx(0.72)
     assert found.sent_bytes == pytest.approx(2 * 0.75 * 48 * MB)
     # 8 examples: 8 x 0.6 MB of activations at first, or in the end all gradients, which is more.
-    assert found.memory == (48 * MB, 48 * MB, 96 * MB, (0, 0, 0), 48 * MB, 5 * MB)
+    assert found.memory == (48 * MB, 48 * MB, 96 * MB, (0, 0, 0), 48 * MB, 0, 5 * MB)
     seconds = found.seconds(FOUR)
     assert seconds.high == pytest.approx(0.125 + 0.2 + 0.16 + 0.72)
     assert seconds.middle == pytest.approx(0.1 + 0.2 + 0.16 + 0.72)
@@ -115,11 +115,12 @@ def test_the_stages_of_zero() -> None:
     one, two, three = (cost(f"fsdp:stage={stage}").memory for stage in (1, 2, 3))
     assert [memory.optimizer for memory in (one, two, three)] == [24 * MB] * 3
     assert one.weights == 48 * MB
-    assert two.weights == 12 * MB + 48 * MB
+    assert two.weights == 12 * MB + 38 * MB, "one of four layers has been freed"
+    # The largest moment is the end of the third layer of the backward: it and the last one are gathered; its gradients
+    # and those outside of layers are whole, two layers' are shards; the input of a reduction; one layer's activations.
     assert three.weights == 12 * MB + 8 * MB + 2 * 10 * MB
-    assert three.gradients + three.activations.middle == pytest.approx(
-        10 * MB + 8 * MB + 10 * MB
-    )  # shards, outside, one
+    assert three.gradients == (10 + 8 + 2 * 2.5) * MB
+    assert (three.buffers, three.activations.middle) == (10 * MB, pytest.approx(8 * 0.1 * MB))
 
 
 def test_replicas_of_shards_send_only_gradients_between_nodes() -> None:
@@ -203,11 +204,56 @@ def test_the_largest_shard_counts() -> None:
     assert Job(Measurement(**{**vars(MODEL), "micro_batch": 4}), FOUR, 33).micro_batches(4) == (3, 3)
 
 
-def test_the_peak_of_a_backward() -> None:
-    """Layers of 5 and 1 with gradients of 2 and 4: at first 6 + 3 are saved, later 5 + (4 + 1) are held."""
-    assert backward_peak([5, 1], [2, 4], 3, 1) == (5, 5)
-    assert backward_peak([5, 1], [2, 4], 9, 1) == (0, 15)
-    assert backward_peak([5, 1], [20, 4], 9, 1) == (25, 0)
+def test_the_moments_of_a_backward() -> None:
+    """Layers of 5 and 1 with gradients of 2 and 4; outside of them, 3 and 1."""
+    assert list(backward_moments([5, 1], [2, 4], 3, 1)) == [(0, 9), (1, 6), (5, 5), (7, 0)]
+
+
+def test_the_moments_of_a_sharded_backward() -> None:
+    """Two layers of 4 and 6 bytes, 2 outside, over 2 devices."""
+    given = [4.0, 6.0], [4.0, 6.0], [3.0, 1.0], (2.0, 2.0, 5.0), 2
+    found = [tuple(moment) for moment in sharded_moments(*given, keeps=False, accumulates=False)]
+    assert found == [
+        (2, 0, 3 + 1 + 5, 0, True),  # the loss
+        (2 + 6 + 4, 2, 3 + 1, 0, False),  # the second layer begins; the first is gathered already
+        (2 + 6 + 4, 2 + 6, 3, 0, False),
+        (2 + 4, 2 + 3, 3, 6, False),  # the first layer; the second's gradients are reduced
+        (2 + 4, 2 + 3 + 4, 0, 6, False),
+        (2, 2 + 3 + 2, 0, 2, False),  # what is outside
+    ]
+    kept = [moment.gathered for moment in sharded_moments(*given, keeps=True, accumulates=False)]
+    assert kept == [12, 12, 12, 6, 6, 2]
+    added = [moment.gradients for moment in sharded_moments(*given, keeps=False, accumulates=True)]
+    assert added == [6, 8, 14, 8, 12, 8]
+
+
+@pytest.mark.parametrize(
+    ("outside", "loss_live", "live", "update", "moment"),
+    [
+        # Measured, 32 examples: 12.8 MB in layers and 19.2 MB outside, and 20 MB at the loss. A device has 8 examples,
+        # so the end of the backward is larger, with 48 MB of gradients. Then an update holds 30 MB.
+        (0.6, 52, 0, 0, (48, 0, 0)),
+        (0.6, 52, 0, 30, (48, 0, 30)),
+        # 192 MB outside, and 20 MB at the loss
+        (6, 224.8, 0, 0, (0, 51.2, 5)),
+        # layers hold 40 MB more than the 48 MB of gradients at the end
+        (0.6, 32, 88, 0, (48, 0, 10)),
+    ],
+)
+def test_temporary_tensors(
+    outside: float, loss_live: float, live: float, update: float, moment: tuple[float, float, float]
+) -> None:
+    changed = {
+        "activation_bytes": outside * MB,
+        "loss_live_bytes": loss_live * MB,
+        "live_bytes": live * MB,
+        "update_bytes": update * MB,
+    }
+    found = cost_of(parse_strategy("ddp"), Job(Measurement(**{**vars(MODEL), **changed}), FOUR, 32)).memory
+    gradients, saved, temporary = moment
+    assert found.gradients == pytest.approx(gradients * MB)
+    assert found.activations.middle == pytest.approx(saved * MB)
+    assert found.temporary == pytest.approx(temporary * MB)
 
 
 def test_what_runs_out_first() -> None:

@@ -96,6 +96,16 @@ def test_sizes_flops_and_activations(closure: bool, micro_batch: int | None, spe
     assert found.cuts[2].parameter_bytes > found.layers[0].parameter_bytes
 
 
+def test_live_bytes(spec: dict[str, Any]) -> None:
+    """Of a forward: its activations. At the end of the backward: all gradients. In Adam's update of the largest weight:
+    the root of the second moment, and its quotient with the bias correction."""
+    found = measured(spec, network())
+    activations = BATCH * found.example_activation_bytes
+    assert activations <= found.loss_live_bytes < 1.5 * activations
+    assert found.gradient_bytes <= found.live_bytes < 1.05 * found.gradient_bytes
+    assert 2 * 4 * WIDTH * WIDTH <= found.update_bytes < 1.05 * 2 * 4 * WIDTH * WIDTH
+
+
 def test_frozen_parameters_have_no_gradients(spec: dict[str, Any]) -> None:
     model = network()
     model[0].requires_grad_(False)

@@ -35,7 +35,7 @@ from paceline.planning.collectives import (
     whole,
 )
 from paceline.planning.measurement import Layer, Measurement, TensorCut
-from paceline.planning.memory import Memory, backward_peak
+from paceline.planning.memory import Memory, backward_moments, largest, sharded_moments
 from paceline.planning.ranges import ZERO, Range
 from paceline.strategies.pipeline.pipeline_cut import balanced
 
@@ -150,19 +150,57 @@ def _passes(job: Job, replicas: int, layers: Sequence[Layer] | None = None) -> t
     )
 
 
-def _replica_memory(job: Job, replicas: int, state: float, kept: bool, buffers: float = 0.0) -> Memory:
-    """A device with whole weights and gradients.
+def _moments(job: Job, replicas: int, kept: bool) -> list[tuple[float, float]]:
+    """(gradients, activations) at the moments of a backward, first that of the loss, of a device with whole gradients.
 
-    kept: gradients stay allocated from step to step, as views of buckets. Several micro-batches keep them too.
-    """
+    kept: gradients stay allocated from step to step. Several micro-batches keep them too."""
     m = job.measured
     count, _ = job.micro_batches(replicas)
     activations, gradients, outside = _passes(job, replicas)
-    peak = backward_peak(activations, gradients, outside, m.outside_gradient_bytes)
     if kept or count > 1:
-        peak = peak._replace(gradients=m.gradient_bytes, activations=sum(activations) + outside)
+        return [(m.gradient_bytes, sum(activations) + outside), (m.gradient_bytes, sum(activations))]
+    return list(backward_moments(activations, gradients, outside, m.outside_gradient_bytes))
+
+
+def _temporaries(job: Job, size: int) -> tuple[float, float]:
+    """Bytes that a backward of `size` examples holds beside gradients and activations: (at the loss, in layers).
+
+    In the measured process they are the differences between the counted bytes and those that the sizes give.
+    """
+    m = job.measured
+    alone = Job(m, job.cluster, m.examples)
+    first, *others = (gradients + activations for gradients, activations in _moments(alone, 1, kept=False))
+    at_loss = m.loss_live_bytes - (first if m.layers else max(first, *others))
+    in_layers = m.live_bytes - max(others) if m.layers else 0.0
+    scale = size / alone.micro_batches(1)[1]
+    return max(at_loss, 0.0) * scale, max(in_layers, 0.0) * scale
+
+
+def _replica_memory(
+    job: Job, replicas: int, state: float, kept: bool, buffers: float = 0.0, *, updated: float = 1.0
+) -> Memory:
+    """A device with whole weights and gradients.
+
+    kept: gradients stay allocated from step to step, as views of buckets. updated: the part of the parameters that this
+    device updates.
+    """
+    m = job.measured
     weights = m.parameter_bytes + m.buffer_bytes
-    return Memory(weights, peak.gradients, state, Range.exact(peak.activations), buffers, job.other_bytes)
+    at_loss, in_layers = _temporaries(job, job.micro_batches(replicas)[1])
+    moments = [
+        Memory(
+            weights,
+            gradients,
+            state,
+            Range.exact(activations),
+            buffers,
+            in_layers if place else at_loss,
+            job.other_bytes,
+        )
+        for place, (gradients, activations) in enumerate(_moments(job, replicas, kept))
+    ]
+    update = Memory(weights, m.gradient_bytes, state, ZERO, buffers, m.update_bytes * updated, job.other_bytes)
+    return largest([*moments, update])
 
 
 def single(job: Job) -> Cost:
@@ -206,9 +244,12 @@ def _zero1(job: Job) -> Cost:
     compute = job.compute(job.examples(n), update_share=1 / n)
     hidden, last = _bucketed(job, group, m.gradient_bytes, BUCKET_MB)
     gathered = pass_seconds(job.cluster, group, m.gradient_bytes)
-    memory = _replica_memory(job, n, m.state_bytes / n, kept=True, buffers=min(BUCKET_MB * _MB, m.parameter_bytes))
+    memory = _replica_memory(job, n, m.state_bytes / n, kept=True, updated=1 / n)
+    # Parameters are gathered after the update, some at a time: this device's rows, and all rows.
+    bucket = min(BUCKET_MB * _MB, m.parameter_bytes)
+    gathering = memory._replace(activations=ZERO, temporary=0.0, buffers=bucket * (1 + 1 / n))
     sent = 3 * sent_by_ring(group, m.gradient_bytes)
-    return Cost(n, memory, compute, hidden, compute.backward, last + gathered, sent)
+    return Cost(n, largest([memory, gathering]), compute, hidden, compute.backward, last + gathered, sent)
 
 
 def fsdp(job: Job, *, stage: int = 3, replicate: int = 1, mixed: str = "none", checkpointing: bool = False) -> Cost:
@@ -251,8 +292,6 @@ def _sharded(
     layer_gradients = [layer.gradient_bytes * kept_gradients for layer in m.layers]
     outside = (m.parameter_bytes * kept_part) - sum(layers)
     outside_gradients = (m.gradient_bytes * kept_gradients) - sum(layer_gradients)
-    largest = sorted(layers)[-2:] or [0.0]
-    largest_gradient = max(layer_gradients, default=0.0)
 
     def gathered(size: float) -> float:
         return pass_seconds(c, sharded_over, size * narrow)
@@ -281,25 +320,42 @@ def _sharded(
         exposed += all_reduce_seconds(c, inner, whole_gradients)
         sent += 2 * sent_by_ring(inner, cut.all_reduced_bytes * size * count + whole_gradients)
 
-    weights = total / shards + outside * narrow + (sum(largest) if stage == 3 else sum(layers)) * narrow
     activations, _, outside_activations = _passes(job, n)
     if checkpointing:
         activations = [layer.output_bytes * size for layer in m.layers]
         outside_activations += max((layer.activation_bytes for layer in m.layers), default=0.0) * size
-    peak = backward_peak(
-        activations, [gradient / shards for gradient in layer_gradients], outside_activations, outside_gradients
-    )
-    if count > 1:
-        shard_gradients = sum(layer_gradients) / shards + outside_gradients
-        peak = peak._replace(gradients=shard_gradients, activations=sum(activations) + outside_activations)
-    memory = Memory(
-        weights + m.buffer_bytes,
-        peak.gradients + largest_gradient,
-        m.state_bytes * kept_gradients / shards,
-        _split_activations(m, cut, tensor_size, peak.activations),
-        max(largest) * narrow + largest_gradient,
+    state = m.state_bytes * kept_gradients / shards
+    at_loss, in_layers = _temporaries(job, size)
+    moments = [
+        Memory(
+            total / shards + moment.gathered + m.buffer_bytes,
+            moment.gradients,
+            state,
+            _split_activations(m, cut, tensor_size, moment.activations),
+            moment.buffers,
+            at_loss if moment.is_first else in_layers,
+            job.other_bytes,
+        )
+        for moment in sharded_moments(
+            [layer * narrow for layer in layers],
+            layer_gradients,
+            activations,
+            (outside * narrow, outside_gradients, outside_activations),
+            shards,
+            keeps=stage == 2,
+            accumulates=count > 1,
+        )
+    ]
+    update = Memory(
+        total / shards + m.buffer_bytes,
+        total_gradients / shards,
+        state,
+        ZERO,
+        0.0,
+        m.update_bytes * kept_gradients / shards,
         job.other_bytes,
     )
+    memory = largest([*moments, update])
     notes = [f"computes in {mixed}, so the model is close to that of other strategies, not the same"]
     return Cost(n, memory, compute, hidden, compute.passes, exposed, sent, notes=notes if mixed != "none" else ())
 
@@ -413,6 +469,7 @@ def pipeline(job: Job, *, stages: int = 0, schedule: str = "gpipe") -> Cost:
         m.state_bytes * gradients[most] / max(m.gradient_bytes, 1),
         Range.exact(saved[most] * size * held),
         start,
+        max(_temporaries(job, size)),
         job.other_bytes,
     )
     notes = ["one micro-batch: only one stage computes at a time; set micro_batch"] if count == 1 and p > 1 else []

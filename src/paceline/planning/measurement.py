@@ -60,7 +60,11 @@ class Measurement:
     flops: float | None  # matrix products and convolutions, forward and backward of one example; None: not counted
     layers: Sequence[Layer] = ()
     cuts: Mapping[int, TensorCut] = field(default_factory=dict)  # number of devices -> split layers
-    other_bytes: float = 0.0  # peak of the process, without the parts above: interpreter, libraries, temporary tensors
+    other_bytes: float = 0.0  # peak of the process, without tensors: interpreter and libraries
+    # Most bytes in tensors made in a forward and backward, gradients and activations included:
+    loss_live_bytes: float = 0.0  # until the backward reaches a layer
+    live_bytes: float = 0.0  # from then on
+    update_bytes: float = 0.0  # most bytes in tensors made in an update, beyond those at its beginning
 
     @property
     def accelerated(self) -> bool:

@@ -5,11 +5,14 @@ added here; its backward counts as two forwards.
 
 Activations: tensors that autograd saves for the backward, each storage once, without parameters and buffers. A tensor
 belongs to the layer that runs when it is saved. The tensors that a checkpointed layer recomputes are not counted.
+
+Live bytes: the storages that torch's operators make, until they are freed. Memory within an operator is not seen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +21,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.strategies.tensor import tensor_plan
-from paceline.torch_private.core import compiled_call, compiled_wrapper, cpu_attention, cpu_attention_backward
+from paceline.torch_private.core import (
+    TorchDispatchMode,
+    compiled_call,
+    compiled_wrapper,
+    cpu_attention,
+    cpu_attention_backward,
+)
 
 TENSOR_SIZES = (2, 4, 8, 16)
 MIN_PARAMETERS = 2**16  # smaller layers join the layer around them, as in fsdp
@@ -52,6 +61,37 @@ def flop_counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=own)
 
 
+class LiveBytes(TorchDispatchMode):
+    """Follows the storages that operators make. now, most: their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known: set[int] = set()  # keys of the storages that live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_key(tensor) for tensor in tensors_of((args, kwargs))}
+        found = func(*args, **(kwargs or {}))
+        for tensor in tensors_of(found):
+            key = _key(tensor)
+            if key and key not in given and key not in self._known:
+                storage = tensor.untyped_storage()
+                self._known.add(key)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self._freed, key, storage.nbytes()).atexit = False
+        self.most = max(self.most, self.now)
+        return found
+
+    def _freed(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.now -= size
+
+
+def _key(tensor: Tensor) -> int:
+    """Identifies the memory of a tensor; 0: none."""
+    return tensor.untyped_storage().data_ptr() if _has_storage(tensor) else 0
+
+
 class Inspection:
     """Counts between `begin` and `finish`. `saving` is entered around each forward.
 
@@ -83,6 +123,12 @@ class Inspection:
         self._of_micro_batch: dict[str | None, int] = {}
         self._hooks: list[Any] = []
         self._counter: FlopCounterMode | None = None
+        self._live: LiveBytes | None = None
+        self.loss_live_bytes = 0  # the most in a forward, and a backward until it reaches a layer
+        self.live_bytes = 0  # the most in the rest of a backward
+        self._in_layers = False  # whether a backward has reached a layer
+        self.update_bytes = 0  # the most in an update, beyond those at its beginning
+        self._at_update = 0  # live bytes at the beginning of the update
         self.plans: dict[int, tensor_plan.Plan] = {}
 
     def begin(self) -> None:
@@ -102,12 +148,17 @@ class Inspection:
         for module, name in cuts.items():
             self._hooks.append(module.register_forward_hook(self._split(name)))
         if not any(_is_compiled(model) for model in self._models):
+            self._live = LiveBytes()
+            self._live.__enter__()
             self._counter = flop_counter()
             self._counter.__enter__()
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """Count what autograd saves."""
+        if self._in_layers:
+            self._end_part()
+            self._in_layers = False
         with torch.autograd.graph.saved_tensors_hooks(self._save, lambda tensor: tensor):
             yield
 
@@ -119,6 +170,33 @@ class Inspection:
             self.outside_activations = self._of_micro_batch.get(None, 0)
         self._of_micro_batch, self._saved = {}, set()
 
+    def begin_update(self) -> None:
+        """The backwards are over, and an update begins."""
+        self._end_part()
+        if self._live is not None:
+            self._at_update = self._live.now
+
+    def _end_part(self) -> None:
+        """Note the most bytes of this part, of a forward and backward, and begin the next one."""
+        if self._live is None:
+            return
+        if self._in_layers:
+            self.live_bytes = max(self.live_bytes, self._live.most)
+        else:
+            self.loss_live_bytes = max(self.loss_live_bytes, self._live.most)
+        self._live.most = self._live.now
+
+    def _reached(self, gradient: Tensor) -> None:
+        """A backward computes the gradients of a layer."""
+        if not self._in_layers:
+            self._end_part()
+            self._in_layers = True
+
+    def end_update(self) -> None:
+        if self._live is not None:
+            self.update_bytes = max(self.update_bytes, self._live.most - self._at_update)
+            self._live.most = self._live.now
+
     def finish(self) -> None:
         """Remove the hooks and read the counter."""
         for hook in self._hooks:
@@ -128,6 +206,8 @@ class Inspection:
             return
         counter, self._counter = self._counter, None
         counter.__exit__(None, None, None)
+        assert self._live is not None
+        self._live.__exit__(None, None, None)
         counts = counter.get_flop_counts()
         for number, model in enumerate(self._models):
             kind = type(model).__name__
@@ -161,6 +241,9 @@ class Inspection:
             if self._stack and self._stack[-1] == name:
                 self._stack.pop()
             self.outputs[name] += _float_bytes(tensors_of(output))
+            for tensor in tensors_of(output):
+                if tensor.requires_grad and torch.is_grad_enabled():
+                    tensor.register_hook(self._reached)
 
         return leave
 

@@ -139,10 +139,14 @@ class StepMeasure(StepObserver):
 
     def before_step(self) -> None:
         self._end_forward()
+        if self._inspection is not None:
+            self._inspection.begin_update()
         self._marks.free = self._now()
 
     def after_step(self, acted: bool) -> None:
         now = self._now()
+        if acted and self._inspection is not None:
+            self._inspection.end_update()
         if acted and self._current is not None:
             self._current.update += now - self._marks.free
             self._current.ended = now
@@ -240,7 +244,8 @@ class StepMeasure(StepObserver):
                 "flops": found.flops_of.get(name, 0.0) / every,
             })  # fmt: skip
         peak, _ = self._memory or peak_memory(self._run.device)
-        saved = found.outside_activations + sum(found.activations.values())
+        tensors = sizes["parameter_bytes"] + sizes["state_bytes"] + sizes["buffer_bytes"]
+        tensors += max(found.loss_live_bytes, found.live_bytes, sizes["gradient_bytes"] + found.update_bytes)
         timed = self._steps[self._spec.warmup : self._spec.steps]
         return {
             "device": str(self._run.device),
@@ -261,7 +266,10 @@ class StepMeasure(StepObserver):
             "flops": None if found.flops is None else found.flops / every,
             "layers": records,
             "cuts": self._cuts(found, every),
-            "other_bytes": max(peak - sum(sizes.values()) - saved, 0),
+            "loss_live_bytes": found.loss_live_bytes,
+            "live_bytes": found.live_bytes,
+            "update_bytes": found.update_bytes,
+            "other_bytes": max(peak - tensors, 0),
         }
 
     def _cuts(self, found: Inspection, every: int) -> dict[int, dict[str, float]]:
