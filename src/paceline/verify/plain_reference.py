@@ -131,6 +131,8 @@ class PlainReference:
         before = sum(mine[:first])
         if first is None or any(before < end <= before + max(mine[first], theirs[first]) for end in ends):
             return None  # the last update of a pass may be made from fewer batches
+        if not (any(mine[first:]) and any(theirs[first:])):
+            return None  # several updates are made from a batch, and one of the runs takes no further one
         return first
 
     def _with_other_examples(self, whole: RunRecord) -> int | None:
