@@ -128,6 +128,18 @@ def test_a_decoder_trains_as_plain_pytorch() -> None:
             same(ours, plainly(GPT, loss, adam=True, given=given, clip=0.3))
 
 
+@pytest.mark.ranks(2)
+def test_a_decoder_is_nowhere_computed_on_whole_sequences() -> None:
+    """Neither by the strategy nor by FSDP2, which looks at the outputs of layers."""
+    for strategy in strategies():
+        sequence_shard._warned.clear()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            under_paceline(GPT, next_token, strategy=strategy, given=TensorDataset(IDS))
+        assert not [str(one.message) for one in said if "ulysses" in str(one.message) or "view" in str(one.message)]
+        assert not sequence_shard._warned
+
+
 @pytest.mark.ranks(conformance=4)
 def test_sequences_over_four_and_two_sharded_replicas() -> None:
     strategy = "fsdp+ulysses:stage=2,replicate=2,checkpointing=true,wrap=Block,min_params=0"
