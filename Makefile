@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-system conformance campaign silentdist chaos compat lint format bench overhead gpu gpu2 compare docs examples dist clean
+.PHONY: help setup demo test test-system conformance campaign silentdist chaos compat lint format bench overhead scale gpu gpu2 compare docs examples dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -94,6 +94,9 @@ SECONDS ?= 180
 bench: $(VENV)/.foreign $(VENV)/.deepspeed build/tensorflow/.ready  ## Paceline beside DDP by hand, Accelerate, Fabric, DeepSpeed and tf.distribute: docs/benchmarks.md
 	@$(BIN)/python -m benchmarks.suite --seconds $(SECONDS) --cifar10 "$(CIFAR10)" --text "$(TEXT)" \
 	  $(if $(MODELS),--models $(MODELS)) $(if $(CONTENDERS),--contenders $(CONTENDERS)) $(if $(NOTE),--note "$(NOTE)")
+
+scale: $(READY)  ## memory, messages and store operations of one of 2 to 1,024 emulated ranks: docs/plan.md
+	@$(BIN)/python benchmarks/scale.py --json $(or $(JSON),benchmarks/results/scale.json)
 
 overhead: $(READY)  ## what a step costs beside hand-written DDP, in microseconds
 	@$(BIN)/paceline run --nproc 2 benchmarks/overhead.py

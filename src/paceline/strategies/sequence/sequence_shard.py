@@ -45,8 +45,8 @@ _FORM_NAMES = (
     ".is_quantized .is_nested .is_mps .is_xpu .is_mkldnn .itemsize .nbytes .names .name"
 )
 _LOCAL_NAMES = (
-    ".requires_grad .is_leaf .output_nr ._base ._version .grad_fn .retains_grad requires_grad_ register_hook retain_grad "
-    "new_zeros new_ones new_full new_empty new_tensor"
+    ".requires_grad .is_leaf .output_nr ._base ._version .grad_fn .retains_grad requires_grad_ register_hook "
+    "retain_grad new_zeros new_ones new_full new_empty new_tensor"
 )
 _READING_NAMES = "item tolist numpy __bool__ __int__ __float__ __index__ __array__ __format__ cpu equal"
 _FORM = frozenset(_FORM_NAMES.split())
