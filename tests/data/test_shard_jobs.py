@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
+import subprocess
+import sys
 from itertools import chain
 from pathlib import Path
 
@@ -14,8 +18,12 @@ from tests.state.test_newest_state import Job
 from torch import Tensor
 
 LENGTHS = [9, 0, 23, 1, 12, 5, 16, 31]
-SCRIPT = """
-import json, os, signal, sys
+SCRIPT = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+"""
+SCRIPT += """
+import json, os, signal
 from pathlib import Path
 import paceline
 from tests.data.test_shard_jobs import LENGTHS
@@ -67,7 +75,7 @@ def plainly(batches: list[list[int]]) -> dict[str, Tensor]:
     [
         (2, 1, 0),
         (1, 3, 0),
-        pytest.param(8, 2, 1, marks=pytest.mark.full),
+        pytest.param(8, 2, 0, marks=pytest.mark.full),
         pytest.param(3, 8, 0, marks=pytest.mark.full),
     ],
 )
@@ -98,6 +106,32 @@ def test_a_killed_job_goes_on_with_another_number_of_processes(
             torch.testing.assert_close(torch.tensor(found[name], dtype=torch.float64), value, rtol=0, atol=1e-12)
 
 
+def test_a_directory_for_temporary_files_that_is_too_long_for_workers(tmp_path: Path) -> None:
+    """torch would hang. At the limit, workers work."""
+    script = """
+import sys, torch, paceline
+run = paceline.start(progress="off")
+loader = run.loader(torch.arange(6.0), global_batch=2, num_workers=1)
+print([batch.tolist() for batch in loader])
+run.close()
+"""
+    (tmp_path / "train.py").write_text(script)
+    for length, works in ((75, True), (76, False)):
+        folder = "/tmp/paceline-".ljust(length - 8, "x") + f"{os.getpid():08}"
+        Path(folder).mkdir()
+        line = [sys.executable, "train.py"]
+        done = subprocess.run(
+            line, cwd=tmp_path, env={**os.environ, "TMPDIR": folder}, capture_output=True, text=True, timeout=150
+        )
+        shutil.rmtree(folder)
+        assert (done.returncode == 0) == works, done.stderr
+        if works:
+            assert done.stdout.strip() == "[[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]"
+        else:
+            assert "SettingError: run.loader(name='train', num_workers=1): workers send tensors" in done.stderr
+            assert "TMPDIR has 76 characters, 1 too many" in done.stderr
+
+
 def every_example() -> list[int]:
     files = Files(LENGTHS)
     return [int(number) for name in files.shards for number in files.read(name, 0)]
@@ -109,7 +143,7 @@ def test_a_rank_that_is_killed_is_started_again(tmp_path: Path) -> None:
     (tmp_path / "reading").mkdir()
     job = Job(tmp_path / "job", SCRIPT)
     try:
-        line = ["--nproc", "2", "--max-restarts", "2", "train.py", "1", str(tmp_path / "reading")]
+        line = ["--nproc", "2", "--max-restarts", "2", "train.py", "0", str(tmp_path / "reading")]
         starts, told, err = job.run(*line, "0:3:1", "3:17:0")
     finally:
         job.close()

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
@@ -41,6 +42,12 @@ from paceline.data.shards import (
 )
 from paceline.data.user_batches import RowDataset
 from paceline.errors import SettingError, suggest
+
+SOCKET_PATH = 107
+"""The largest number of characters in a Unix socket's path on Linux (man 7 unix)."""
+
+LONGEST_DIRECTORY = SOCKET_PATH - len("/pymp-12345678/listener-12345678")
+"""The largest number of characters in TMPDIR, in which Python's multiprocessing makes these names."""
 
 STREAM_BUFFER = 1000
 """Default size of the shuffle buffer of an iterable data set."""
@@ -95,6 +102,8 @@ class Source:
         self.micro_batch, self.drop_last = given.micro_batch, given.drop_last
         self.limit_batches = given.limit_batches
         self.options = {key: value for key, value in given.options.items() if key != "collate_fn"}
+        if self.options.get("num_workers"):
+            _check_temporary_directory(given.name, self.options["num_workers"])
         self.streams = Streams(seed, given.name)
         self.collator = Collator(given.options.get("collate_fn") or default_collate, self.streams, given.collate)
         self.sampled_batch = 0  # size of the batch sampler's first batch, if a work queue assigns its chunks
@@ -400,6 +409,19 @@ class _Requests:
 
     def __iter__(self) -> Iterator[Wanted]:
         return self._requests
+
+
+def _check_temporary_directory(name: str, workers: int) -> None:
+    """Raises SettingError if TMPDIR is too long for workers. They send a tensor through a socket in it, and a socket's
+    path has a limit. torch would print an error in a thread of the worker, and wait for the tensor for ever."""
+    directory = tempfile.gettempdir()
+    if torch.multiprocessing.get_sharing_strategy() == "file_descriptor" and len(directory) > LONGEST_DIRECTORY:
+        raise SettingError(
+            f"run.loader(name={name!r}, num_workers={workers}): workers send tensors through sockets in the directory "
+            f"for temporary files, and a socket's path has at most {SOCKET_PATH} characters. TMPDIR has "
+            f"{len(directory)} characters, {len(directory) - LONGEST_DIRECTORY} too many: {directory}. Set TMPDIR to a "
+            "shorter one, such as /tmp."
+        )
 
 
 def _note_repeated_reads(name: str, dataset: Any, shards: Shards | None, global_batch: int) -> None:

@@ -6,7 +6,7 @@ keeps its part of the result:
 
 1. Stand-ins take the place of the tensors of a module and of its children (stand_ins.py).
 2. The module's function runs (`reset_parameters`, transformers' `_init_weights`, or the script's).
-3. What it wrote is copied into this process's part.
+3. The written values are copied into this process's part.
 
 Draws are keyed by the seed and the names of the module and the tensor. So the values depend neither on the number of
 processes nor on the strategy. They are not those of a model that was built in memory, whose draws come from one stream.

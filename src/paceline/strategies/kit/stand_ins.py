@@ -1,6 +1,6 @@
 """Stand-ins for a module's tensors, while a function of the module initialises them.
 
-A stand-in has the shape of the whole tensor, and no memory. What a function does to it decides what a process holds:
+A stand-in has the shape of the whole tensor, and no memory. There are two kinds of functions:
 
 - A function of CONSTANT or DRAWS overwrites all values, each independently of its place. It is noted, and applied
   later, to some rows at a time (`_Written`). A process makes the rows that it has a part of. The generator is seeded
@@ -103,7 +103,7 @@ def stand_ins(module: nn.Module, key: int, empty: Collection[Tensor]) -> Iterato
 
 
 class _StandIn:
-    """What stands for one tensor of the model.
+    """The stand-in of one tensor of the model.
 
     Attributes:
         meta: the whole tensor on "meta".

@@ -115,8 +115,8 @@ class FSDPUlysses(FSDP2):
 def _on_held(
     register: Callable[[Any, Any], tuple[Any, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Give FSDP2 the inputs of a layer without SequenceShards. It passes inputs through an autograd.Function, which
-    tells it when the layer's backward is over; such a function takes plain tensors."""
+    """Give FSDP2 the inputs of a layer without SequenceShards. It passes inputs through an autograd.Function, whose
+    backward marks the end of the layer's backward. Such a function takes plain tensors."""
     inputs, form = tree_flatten((args, kwargs))
     found: tuple[Any, Any] = register(
         *tree_unflatten([value.held if isinstance(value, SequenceShard) else value for value in inputs], form)
