@@ -190,6 +190,7 @@ def measure(strategy: str, size: int) -> None:
         "state_bytes": state + grads,
         "peak_bytes": state + live.most,
         "messages": dict(messages.counts),
+        "collectives": sum(messages.counts.values()),
         "message_bytes": messages.bytes,
         "store_operations": dict(store.counts),
         "collectives_at_start": dict(at_start.counts),
@@ -244,7 +245,7 @@ def main() -> None:
             rows.append({"strategy": name, "ranks": size} | found)
             print(
                 f"{name:28} {size:5} {found['state_bytes'] / 1e6:9.3f} {found['peak_bytes'] / 1e6:8.2f} "
-                f"{sum(found['messages'].values()):11} {found['message_bytes'] / 1e6:8.3f} "
+                f"{found['collectives']:11} {found['message_bytes'] / 1e6:8.3f} "
                 f"{sum(found['store_operations'].values()):6}",
                 flush=True,
             )
