@@ -97,7 +97,7 @@ class Messages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func.name().partition("::")
-        if namespace in ("c10d", "_c10d_functional") and not name.startswith("wait"):
+        if namespace in ("c10d", "_c10d_functional") and not name.startswith(("wait", "_wrap")):
             self.counts[name.partition(".")[0].strip("_")] += 1
             given = (
                 args[1]

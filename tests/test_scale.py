@@ -17,7 +17,11 @@ P = 4 * PARAMETERS  # bytes
 
 def measured(strategy: str, ranks: int) -> Any:
     done = subprocess.run(
-        [sys.executable, SCALE, "--measure", strategy, str(ranks)], capture_output=True, text=True, check=False
+        [sys.executable, SCALE, "--measure", strategy, str(ranks)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -40,3 +44,13 @@ def test_fsdp_on_64_ranks() -> None:
     assert found["state_bytes"] == pytest.approx(3 * P / 64, rel=1e-3)
     assert found["messages"] == {"allgather_base": 16, "reduce_scatter_base": 8, "allreduce": 1}
     assert found["message_bytes"] == pytest.approx(P + 2 * P / 64, rel=1e-3)
+
+
+@pytest.mark.conformance
+def test_tensor_on_two_ranks() -> None:
+    """Each of eight blocks sums 2 x 16 x 256 numbers in the forward and in the backward. After it come the gradients
+    that no layer splits, and a loss."""
+    found = measured("tensor:size=2", 2)
+    assert found["messages"]["all_reduce"] == 16
+    assert set(found["messages"]) == {"all_reduce", "allreduce"}
+    assert found["message_bytes"] == pytest.approx(16 * 4 * 2 * 16 * 256, rel=0.1)
