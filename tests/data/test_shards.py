@@ -3,9 +3,8 @@ trains on, and a restart seeks."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import paceline
+from paceline.comm.mesh import world_group
 from paceline.data.shards import stream_count
 from paceline.errors import SettingError, UsageError
 
@@ -216,24 +216,27 @@ def test_a_restart_reads_at_most_one_shard_of_a_stream_again(folder: Path) -> No
 
 
 @pytest.mark.ranks(2)
-def test_a_data_set_with_fewer_streams_than_processes_is_named_once() -> None:
+def test_a_data_set_with_fewer_streams_than_data_shards_is_named() -> None:
     class Plain(IterableDataset[Tensor]):
         def __iter__(self) -> Iterator[Tensor]:
             return map(torch.tensor, [1.0, 2.0, 3.0])
 
-    with started(progress="off") as run:
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said):
+    def warnings_of(strategy: str) -> list[str]:
+        with started(strategy=strategy, progress="off") as run, warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             run.loader(Plain(), global_batch=2, name="plain")
             run.loader(Files([4]), global_batch=2, name="one")
             run.loader(Files([4, 4]), global_batch=2, name="two")
-        lines = said.getvalue().splitlines()
-        if not run.main:
-            assert lines == []
-            return
-        assert len(lines) == 2
-        assert "name='plain', dataset=Plain): the data set is one stream, so each of the 2 processes" in lines[0]
-        assert "name='one', dataset=Files): 1 shard(s) make 1 stream(s) for 2 processes, so several" in lines[1]
+        return [str(one.message) for one in said if "run.loader" in str(one.message)]
+
+    lines = warnings_of("ddp")
+    assert not warnings_of("tensor"), "both processes need all examples"
+    if world_group().rank:
+        assert not lines
+        return
+    assert len(lines) == 2
+    assert "name='plain', dataset=Plain): the data set is one stream, so each of the 2 processes" in lines[0]
+    assert "name='one', dataset=Files): 1 shard(s) make 1 stream(s) for 2 processes, so several" in lines[1]
 
 
 @pytest.mark.conformance

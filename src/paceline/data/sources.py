@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -41,7 +40,7 @@ from paceline.data.shards import (
     unchanged,
 )
 from paceline.data.user_batches import RowDataset
-from paceline.errors import SettingError, suggest
+from paceline.errors import SettingError, suggest, warn
 
 SOCKET_PATH = 107
 """The largest number of characters in a Unix socket's path on Linux (man 7 unix)."""
@@ -424,17 +423,22 @@ def _check_temporary_directory(name: str, workers: int) -> None:
         )
 
 
-def _note_repeated_reads(name: str, dataset: Any, shards: Shards | None, global_batch: int) -> None:
-    """Say on rank 0 that several processes read the same examples, if the data set has too few streams."""
+def _warn_of_repeated_reads(
+    name: str, dataset: Any, shards: Shards | None, global_batch: int, data_shards: int
+) -> None:
+    """Warn on rank 0 if processes with different examples read the same ones, because the data set has too few streams.
+
+    data_shards: of a global batch. Processes of the same data shard need the same examples.
+    """
     processes = world_group().size
     streams = 1 if shards is None else stream_count(shards.count, global_batch)
-    if world_group().rank or streams >= processes:
+    if world_group().rank or processes == 1 or streams >= data_shards:
         return
     what = f"run.loader(name={name!r}, dataset={type(dataset).__name__})"
     if shards is not None:
         text = (
             f"{shards.count} shard(s) make {streams} stream(s) for {processes} processes, so several processes read "
-            f"the same examples. Cut the data into {processes} shards or more."
+            f"the same examples. Cut the data into {data_shards} shards or more."
         )
     else:
         text = (
@@ -442,7 +446,7 @@ def _note_repeated_reads(name: str, dataset: Any, shards: Shards | None, global_
             "Reading is no faster than in one process. To read it in parts, give the data set `shards` and "
             "`read(shard, position)`; an IterableDataset of Hugging Face needs num_shards of 2 or more."
         )
-    print(f"paceline: {what}: {text}", file=sys.stderr)
+    warn(f"{what}: {text}")
 
 
 def _first_steps(fetched: Iterator[Fetched], start: int, limit: int) -> Iterator[Fetched]:
@@ -487,7 +491,7 @@ def make_source(dataset: Any, given: LoaderArguments, *, seed: int, plan: Callab
     if stream:
         plan().check_stream(type(dataset).__name__)
         assert given.global_batch is not None
-        _note_repeated_reads(given.name, dataset, shards, given.global_batch)
+        _warn_of_repeated_reads(given.name, dataset, shards, given.global_batch, plan().shards)
     if shards is not None:
         source: Source = ShardSource(dataset, shards, given, seed, plan)
     else:
