@@ -57,7 +57,16 @@ BELOW = {  # unit -> the units that it may import; a unit is a module or a folde
     "verify.plain_worker": {"observe", "verify.worker", "trials.spec", "launcher", *TRAINING},
     "planning.worker": {"compare.worker", "trials.spec", "run", *TRAINING},
     "timeline.worker": {"notebook", "timeline", "run", *TRAINING},
-    "session": {"timeline.worker", "verify.worker", "compare.worker", "planning.worker", "trials.spec", "run"}
+    "balance": {"run", *TRAINING},
+    "session": {
+        "balance",
+        "timeline.worker",
+        "verify.worker",
+        "compare.worker",
+        "planning.worker",
+        "trials.spec",
+        "run",
+    }
     | TRAINING - {"torch_private"},
     "fitting": {"notebook", "session", "run", *TRAINING},
     "launcher": {"notebook", "timeline", "torch_private", "world", "config", "errors"},

@@ -25,8 +25,8 @@ _NODES = (
     "local_addr", "standalone", "rdzv_secret_file", "rdzv_insecure",
 )  # fmt: skip
 _SETTING_NAMES = (
-    "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "reproducible", "device", "config",
-    "log_dir", "progress", "trace",
+    "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "reproducible", "balance", "device",
+    "config", "log_dir", "progress", "trace",
 )  # fmt: skip
 _LAUNCH = (
     "nproc",
@@ -130,6 +130,7 @@ _settings = _options(
     click.option("--compile/--no-compile", default=None, help="Compile the models with torch.compile."),
     click.option("--nonfinite", metavar="NAME", help="At an inf or NaN gradient: stop or skip."),
     click.option("--reproducible", type=int, metavar="V", help="Get the same bits on 1 to V processes."),
+    click.option("--balance/--no-balance", default=None, help="Give each process a share that fits its speed."),
     click.option("--device", metavar="NAME", help="Train on this device. Default: one accelerator per process."),
     click.option("--config", metavar="FILE", help="Read settings from FILE. Default: paceline.toml beside SCRIPT."),
     click.option("--log-dir", metavar="DIR", help="Write the records of run.log to DIR."),

@@ -116,6 +116,7 @@ class Settings:
     cudnn_benchmark: bool | None = None
     tf32: bool | None = None
     reproducible: int | None = None
+    balance: bool = False
 
     @property
     def deterministic_by(self) -> str:
@@ -135,7 +136,7 @@ class Settings:
         _whole("seed", self.seed, 0, 2**63 - 1)
         _whole("log_every", self.log_every, 1, 2**31)
         _whole("nonfinite_every", self.nonfinite_every, 1, 1000)
-        for setting in ("compile", "channels_last", "deterministic", "fp32_outputs"):
+        for setting in ("balance", "compile", "channels_last", "deterministic", "fp32_outputs"):
             _true_or_false(setting, getattr(self, setting))
         for setting in ("cudnn_benchmark", "tf32"):
             if getattr(self, setting) is not None:
@@ -159,6 +160,16 @@ class Settings:
             raise SettingError(
                 "noise='example' and compile=True contradict each other: a compiled model draws random numbers inside "
                 "its kernels, which cannot use one random stream per example. Set one of them."
+            )
+        if self.balance and self.batch_norm == "shard":
+            raise SettingError(
+                "balance=True and batch_norm='shard' contradict each other: the statistics of a shard would depend on "
+                "the measured speed of its process. Set one of them."
+            )
+        if self.balance and self.reproducible is not None:
+            raise SettingError(
+                f"balance=True and reproducible={self.reproducible} cannot be combined: reproducible splits a global "
+                "batch into shards of equal size. Set one of them."
             )
         if self.deterministic and self.cudnn_benchmark:
             raise SettingError(

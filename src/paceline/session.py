@@ -16,11 +16,12 @@ from typing import Any
 import torch
 
 from paceline import world as worlds
+from paceline.balance.balance import Balance, split_unequally
 from paceline.comm import device_choice, process_group
 from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
 from paceline.errors import CheckpointError, PacelineError, UsageError, WorldError
-from paceline.run import Run, RunParts, observe
+from paceline.run import Run, RunParts, observe, parts_of
 from paceline.step.excepthook import explain_uncaught
 from paceline.step.observer import StepObserver
 from paceline.strategies import alone
@@ -57,6 +58,7 @@ def start(
     cudnn_benchmark: bool | None = None,
     tf32: bool | None = None,
     reproducible: int | None = None,
+    balance: bool | None = None,
     init_method: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -97,6 +99,8 @@ def start(
         tf32: multiply float32 matrices with 10 bits of mantissa on recent GPUs. Faster, but less exact.
         reproducible: a number V. Weights and optimizer state get the same bits on 1 to V processes, even if the number
             of processes changes during the run. The global batch is split into V shards (docs/reproducible.md).
+        balance: give each process a share of every global batch that fits its speed, for devices that are not alike
+            (docs/balance.md).
         init_method: the rendezvous, such as "tcp://host:port" or "file:///path", as for
             torch.distributed.init_process_group. Replaces a launcher's environment.
         rank: this process's rank, with init_method.
@@ -131,6 +135,7 @@ def start(
         "cudnn_benchmark": cudnn_benchmark,
         "tf32": tf32,
         "reproducible": reproducible,
+        "balance": balance,
     }
     settings, notes = _settings(given)
     world = _world(init_method, rank, world_size)
@@ -152,11 +157,21 @@ def start(
     if spec is not None:
         tool = _trial_observer(spec)
         observe(run, lambda run, parts: tool(run, parts, spec))
+    if settings.balance:
+        _balance(run, spec)
     if settings.trace is not None:
         path = settings.trace
         observe(run, lambda run, parts: Tracer(run, parts, path))
     _open.append(run)
     return run
+
+
+def _balance(run: Run, spec: TrialSpec | None) -> None:
+    """Balance a run. A trial is too short to measure: in `verify` the shards are unequal, in other tools equal."""
+    if spec is None and run.world.size > 1:
+        observe(run, Balance)
+    elif spec is not None and spec.reference is not None:
+        split_unequally(parts_of(run))
 
 
 def _trial_observer(spec: TrialSpec) -> Callable[[Run, RunParts, TrialSpec], StepObserver]:

@@ -191,6 +191,24 @@ def test_the_script_passes_the_notice_on_and_requeues_the_job(slurm: Path, monke
         assert ("job 41 was not requeued. Submit it again" in err) == (code == 1)
 
 
+def test_a_notice_that_srun_loses_is_sent_again(slurm: Path) -> None:
+    """srun passes no signal on before its tasks have started. Here it loses the first two."""
+    (slurm / "bin" / "srun").write_text(
+        "#!/bin/bash\n"
+        "trap 'echo lost >> lost.log' USR1; touch args\n"
+        'while [ "$(cat lost.log 2>/dev/null | wc -l)" -lt 2 ]; do sleep 0.05; done\n'
+        "trap 'exit 75' USR1\n"
+        "while true; do sleep 0.05; done\n"
+    )
+    process = start(slurm, job(slurm, "30", "3", notice=60))
+    while not (slurm / "args").exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGUSR1)
+    ended, err = ends(process)
+    assert (ended, (slurm / "scontrol.log").read_text()) == (75, "requeue 41\n"), err
+
+
 def test_without_scontrol_the_script_says_so(slurm: Path) -> None:
     (slurm / "bin" / "scontrol").write_text("#!/bin/sh\nexit 127\n")
     code, err = ends(start(slurm, job(slurm, "0", "0", nodes=2)))

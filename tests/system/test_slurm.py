@@ -187,7 +187,10 @@ def test_a_preempted_job_waits_and_goes_on_to_the_same_bits(folder: Folder) -> N
 
 def test_a_signal_before_the_first_step(folder: Folder) -> None:
     number = folder.submit("--nproc", "2", "--requeue", folder.script, folder.name)
-    folder.cluster.wait(number, lambda job: job["JobState"] == "RUNNING", SECONDS)
+    # When srun's step exists, the script is ready for a signal, and Python has just started. Slurm itself loses a
+    # signal that comes before the script runs.
+    steps = ("squeue", "--noheader", "--steps", "--format=%i", f"--job={number}")
+    folder.cluster.wait(number, lambda job: f"{number}.0" in folder.cluster.run(*steps).stdout.split(), SECONDS)
     done = folder.cluster.run("scancel", "--batch", "--signal=USR1", number)
     assert done.returncode == 0, done.stderr
     expected = folder.run_here("whole", "-m", "paceline", "run", "--nproc", "2")

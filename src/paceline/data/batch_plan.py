@@ -9,14 +9,15 @@ which (shard, micro-batch) pairs this process computes, and when:
     AllMicroBatches     all micro-batches of a shard per yield: a pipeline
     WorkQueue           chunks of global batches, assigned to processes as they become free
 
-A plan is immutable.
+A plan is immutable. Its shards are of equal size, up to one example, unless it has `shard_sizes`: then their
+sizes may change from one global batch to the next (shard_sizes.py).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import islice
 from operator import attrgetter
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from paceline.data.bundle import Bundle, Piece
 from paceline.data.placement import move
+from paceline.data.shard_sizes import ShardSizes, Weights, bounds, sizes_of
 from paceline.errors import SettingError
 
 _device_of = attrgetter("device")
@@ -79,9 +81,14 @@ class Request(NamedTuple):
         return tuple(i for part in self.parts for i in part.indices)
 
 
-def cut(count: int, parts: int, part: int) -> tuple[int, int]:
+def cut(count: int, parts: int, part: int, weights: Weights = ()) -> tuple[int, int]:
     """(start, end) of part `part` if `count` items are split into `parts` contiguous parts, as evenly as possible. The
-    first parts are larger, so that rank 0, which prints the metrics, has an example if any rank has one."""
+    first parts are larger, so that rank 0, which prints the metrics, has an example if any rank has one.
+
+    weights: the parts' relative sizes, if they are not equal. They do not matter if there are fewer items than parts.
+    """
+    if weights and count >= parts:
+        return bounds(count, weights)[part]
     size, left = divmod(count, parts)
     start = part * size + min(part, left)
     return start, start + size + (part < left)
@@ -145,6 +152,8 @@ class BatchPlan(ABC):
     shards: int  # number of shards per global batch
     mine: tuple[int, ...]  # the shards that this process computes
 
+    shard_sizes: ShardSizes | None = field(default=None, kw_only=True)  # None: all are of equal size
+
     bundled = False  # is a yield a bundle, which only a closure can compute?
     whole_shards = False  # does a yield hold all micro-batches of a shard, for the stages of a pipeline?
     in_step = True  # do all processes compute the same global batch at the same time?
@@ -154,31 +163,42 @@ class BatchPlan(ABC):
     def yields(self, micro_batches: int) -> list[tuple[Pair, ...]]:
         """The pairs in each yield of a global batch. micro_batches: the number of micro-batches per shard."""
 
-    def mean_over(self, total: int) -> int:
+    def weights(self, loader: str, epoch: int, step: int) -> Weights:
+        """The weights of the shards in a global batch that this process is about to plan."""
+        return () if self.shard_sizes is None else self.shard_sizes.plan(loader, epoch, step)
+
+    def mean_over(self, total: int, weights: Weights) -> int:
         """Number of examples that this process's gradient is a mean over. total: examples in the global batch."""
         return total
 
-    def micro_batches(self, total: int, micro_batch: int | None) -> int:
+    def micro_batches(self, total: int, micro_batch: int | None, weights: Weights = ()) -> int:
         """Number of micro-batches per shard: the fewest such that none has more than `micro_batch` examples."""
         largest = -(-total // self.shards)
+        if weights and total >= self.shards:
+            largest = max(sizes_of(total, weights))
         return 1 if micro_batch is None else max(1, -(-largest // micro_batch))
 
     def count(self, sizes: Mapping[int, int], micro_batch: int | None) -> int:
         """Total number of yields. sizes: global batch size -> number of global batches of that size. Raises TypeError
         if the number is not known in advance."""
+        if self.shard_sizes is not None and micro_batch is not None:
+            raise TypeError(
+                "with balance=True and micro_batch, the number of micro-batches follows the size of the largest shard, "
+                "which is measured. Use loader.steps, the number of updates."
+            )
         return sum(number * len(self.yields(self.micro_batches(size, micro_batch))) for size, number in sizes.items())
 
-    def layout(self, total: int, micro_batch: int | None) -> Layout:
+    def layout(self, total: int, micro_batch: int | None, weights: Weights = ()) -> Layout:
         """How a global batch of `total` examples becomes the yields of this process."""
-        micro_batches = self.micro_batches(total, micro_batch)
+        micro_batches = self.micro_batches(total, micro_batch, weights)
 
         def place(shard: int, micro: int) -> tuple[int, int, int, int]:
-            start, stop = cut(total, self.shards, shard) if shard < self.shards else (total, total)
+            start, stop = cut(total, self.shards, shard, weights) if shard < self.shards else (total, total)
             low, high = cut(stop - start, micro_batches, micro)
             return shard, micro, start + low, start + high
 
         yields = [tuple([place(shard, micro) for shard, micro in pairs]) for pairs in self.yields(micro_batches)]
-        return Layout(yields, self.mean_over(total), micro_batches)
+        return Layout(yields, self.mean_over(total, weights), micro_batches)
 
     def requests(
         self,
@@ -190,10 +210,11 @@ class BatchPlan(ABC):
         *,
         sampled: bool = False,
         whole: bool = False,
+        weights: Weights = (),
     ) -> Iterator[Request]:
         """The requests of one global batch. batch: its indices. The last request carries the probe. sampled, whole: see
-        Pass."""
-        return self._requests(self.layout(len(batch), micro_batch), batch, epoch, step, probe, sampled, whole)
+        Pass. weights: of the shards."""
+        return self._requests(self.layout(len(batch), micro_batch, weights), batch, epoch, step, probe, sampled, whole)
 
     def _requests(
         self, layout: Layout, batch: Sequence[int], epoch: int, step: int, probe: Any, sampled: bool, whole: bool
@@ -231,14 +252,15 @@ class BatchPlan(ABC):
         batch from its indices."""
 
         def wanted() -> Iterator[Request]:
-            due, layouts = data.probing, dict[int, Layout]()  # by the size of a global batch
+            due, layouts = data.probing, dict[tuple[int, Weights], Layout]()  # by the size of a global batch, and cut
             for step, batch in data.steps():
                 total = len(batch)
                 if not total:
                     continue
-                layout = layouts.get(total)
+                key = total, self.weights(data.loader, data.epoch, step)
+                layout = layouts.get(key)
                 if layout is None:
-                    layout = layouts[total] = self.layout(total, data.micro_batch)
+                    layout = layouts[key] = self.layout(total, data.micro_batch, key[1])
                 its, due = probe(batch) if due else None, False
                 yield from self._requests(layout, batch, data.epoch, step, its, data.sampled, data.whole)
 
@@ -263,6 +285,10 @@ class BatchPlan(ABC):
         """The queue that pools the processes' sums if the processes are not in step; otherwise None."""
         return None
 
+    def balanced(self, sizes: ShardSizes | None) -> BatchPlan:
+        """This plan with shards of these sizes; None: of equal size."""
+        return replace(self, shard_sizes=sizes)
+
     def shifted(self) -> BatchPlan:
         """This plan with the next process's shards. `paceline verify` uses it to check whether a model depends on the
         rank."""
@@ -280,10 +306,10 @@ class OneShard(BatchPlan):
         (shard,) = self.mine
         return [((shard, micro),) for micro in range(micro_batches)]
 
-    def mean_over(self, total: int) -> int:
+    def mean_over(self, total: int, weights: Weights) -> int:
         if not self.independent:
             return total
-        start, stop = cut(total, self.shards, self.mine[0])
+        start, stop = cut(total, self.shards, self.mine[0], weights)
         return max(stop - start, 1)
 
 
@@ -391,7 +417,7 @@ class WorkQueue(BatchPlan):
     def yields(self, micro_batches: int) -> list[tuple[Pair, ...]]:
         raise TypeError("chunks are assigned as processes become free: this process's number of yields is not known")
 
-    def micro_batches(self, total: int, micro_batch: int | None) -> int:
+    def micro_batches(self, total: int, micro_batch: int | None, weights: Weights = ()) -> int:
         return 1 if micro_batch is None else max(1, -(-total // micro_batch))
 
     def fetch(self, data: Pass, probe: Callable[[Sequence[int]], Any], made: Made) -> Iterator[Fetched]:

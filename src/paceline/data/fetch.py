@@ -180,13 +180,14 @@ class StreamFetcher(IterableDataset[Fetched]):
         dataset: Iterable[Any],
         collator: Collator,
         *,
+        name: str,
         seed: int,
         global_batch: int,
         micro_batch: int | None,
         buffer: int,
         drop_last: bool,
     ) -> None:
-        self.dataset, self.collator, self.seed = dataset, collator, seed
+        self.dataset, self.collator, self.name, self.seed = dataset, collator, name, seed
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.buffer, self.drop_last = buffer, drop_last
         # Set before each pass:
@@ -234,7 +235,10 @@ class StreamFetcher(IterableDataset[Fetched]):
             return [examples[index] for index in indices]
 
         assert self.plan is not None
-        for request in self.plan.requests(order, self.epoch, step, self.micro_batch, probe, whole=whole):
+        weights = self.plan.weights(self.name, self.epoch, step)
+        for request in self.plan.requests(
+            order, self.epoch, step, self.micro_batch, probe, whole=whole, weights=weights
+        ):
             parts = [self.collator.collate_part(request, part, read) for part in request.parts]
             yield Answer(request, parts)
 

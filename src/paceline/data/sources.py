@@ -295,6 +295,7 @@ class StreamSource(Source):
         self._fetcher = StreamFetcher(
             dataset,
             self.collator,
+            name=given.name,
             seed=seed,
             global_batch=given.global_batch,
             micro_batch=given.micro_batch,
@@ -304,7 +305,9 @@ class StreamSource(Source):
 
     def fetch(self, epoch: int, start: int) -> Iterator[Fetched]:
         self._fetcher.epoch, self._fetcher.start, self._fetcher.probing = epoch, start, self.probing
-        self._fetcher.plan = self.plan()
+        plan = self.plan()
+        # A worker plans in its own process, where it would not see a new cut.
+        self._fetcher.plan = plan.balanced(None) if self.options["num_workers"] else plan
         fetched = iter(self.data_loader(self._fetcher, None))
         limit = self.limit()
         return fetched if limit is None else _first_steps(fetched, start, limit)
@@ -347,7 +350,7 @@ class ShardSource(Source):
         dealt = list(order.order_of(len(numbers), self.seed, self.name, epoch)[:]) if self._shuffle else list(numbers)
         mine = [[int(shard) for shard in dealt[stream::count]] for stream in range(count)]
         self._reader.begin(epoch, mine, lengths)
-        plan, whole, limit = self.plan(), self.collator.scope == "global", self.limit()
+        plan, whole, limit = self.plan().balanced(None), self.collator.scope == "global", self.limit()
         made = ShardPass(
             self.name,
             epoch,
@@ -449,6 +452,18 @@ def _warn_of_repeated_reads(
     warn(f"{what}: {text}")
 
 
+def _warn_of_equal_shards(name: str, dataset: Any, shards: Shards | None) -> None:
+    """Warn on rank 0 that `balance` does not reach this loader."""
+    if world_group().rank:
+        return
+    what = f"run.loader(name={name!r}, dataset={type(dataset).__name__})"
+    if shards is not None:
+        why = "each process reads its own shards of the data set"
+    else:
+        why = "a worker splits the stream. Set num_workers=0"
+    warn(f"{what}: balance=True has no effect on this loader, because {why}. All processes get equal parts.")
+
+
 def _first_steps(fetched: Iterator[Fetched], start: int, limit: int) -> Iterator[Fetched]:
     """The yields of the steps from `start` to `limit` - 1. Does not read data for further steps."""
     if start >= limit:
@@ -492,6 +507,8 @@ def make_source(dataset: Any, given: LoaderArguments, *, seed: int, plan: Callab
         plan().check_stream(type(dataset).__name__)
         assert given.global_batch is not None
         _warn_of_repeated_reads(given.name, dataset, shards, given.global_batch, plan().shards)
+        if plan().shard_sizes is not None and (shards is not None or given.options.get("num_workers")):
+            _warn_of_equal_shards(given.name, dataset, shards)
     if shards is not None:
         source: Source = ShardSource(dataset, shards, given, seed, plan)
     else:

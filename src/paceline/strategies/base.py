@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from paceline.comm.mesh import Mesh
 from paceline.data.batch_plan import BatchPlan
 from paceline.data.bundle import Piece
+from paceline.data.shard_sizes import ShardSizes
 from paceline.strategies.gradient_store import GradientStore
 from paceline.world import World
 
@@ -115,6 +116,13 @@ class Strategy(ABC):
 
         When the script prepares more of them, this is called again with all models and optimizers.
         """
+
+    def split_by(self, sizes: ShardSizes) -> bool:
+        """Split global batches into shards of these sizes from now on; False: the strategy cannot.
+
+        Called before the run makes a loader.
+        """
+        return False
 
     def fill_with(self, fill: Callable[[nn.Module], None]) -> bool:
         """Whether `setup` accepts models with tensors on "meta", allocates this process's part of such a model, and

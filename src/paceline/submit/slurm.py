@@ -197,16 +197,23 @@ trap 'rm -f "$secret"' EXIT
 _KILLED = 128 + signal.SIGUSR1
 
 # bash's `wait` returns at each trapped signal. So the script calls it until srun has ended, and once more for srun's
-# exit code.
+# exit code. srun loses a signal that arrives before its tasks have started, so the script repeats SIGUSR1. The launchers
+# act on the first that reaches them.
 _REQUEUE = f"""\
 step=$!
 
 # When the job is preempted, paceline run saves a checkpoint and ends with exit code {RESUMABLE}, and the job is
 # requeued. ({_KILLED}: the signal came before paceline run had started.)
 taken=
-trap 'taken=yes; kill -USR1 "$step"' USR1
+trap 'taken=yes' USR1
 trap 'kill -USR1 "$step"' TERM
-while kill -0 "$step" 2>/dev/null; do wait "$step"; done
+while kill -0 "$step" 2>/dev/null; do
+  if [ -n "$taken" ]; then
+    kill -USR1 "$step" && sleep 2
+  else
+    wait "$step"
+  fi
+done
 wait "$step"
 code=$?
 case "$taken:$code" in

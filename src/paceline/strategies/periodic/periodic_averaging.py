@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from paceline.comm.means import greatest_, weighted_mean
 from paceline.comm.mesh import Mesh, world_group
 from paceline.comm.scalars import upload
-from paceline.data.batch_plan import one_shard
+from paceline.data.batch_plan import BatchPlan, one_shard
+from paceline.data.shard_sizes import ShardSizes
 from paceline.errors import ModelError, SettingError
 from paceline.strategies.base import Backward, LoopStrategy, Weight, backward_here
 from paceline.strategies.gradient_store import GradientStore
@@ -88,7 +89,7 @@ class PeriodicAveraging(LoopStrategy):
     def __init__(self, world: World, device: torch.device, *, fragments: int = 1) -> None:
         self.world, self.device, self.fragments = world, device, fragments
         self.mesh = Mesh(device, world.rank, {"replicate": world.size}, independent=True)
-        self.plan = one_shard(world.size, world.rank, independent=True)
+        self.plan: BatchPlan = one_shard(world.size, world.rank, independent=True)
         self.store = GradientStore()
         self.steps: dict[Optimizer, int] = {}  # updates of each optimizer, skipped ones included; same on all replicas
         self._fragments: dict[Optimizer, list[Fragment]] = {}
@@ -101,6 +102,10 @@ class PeriodicAveraging(LoopStrategy):
     @abstractmethod
     def announcement(self) -> str:
         """Rank 0's message at the first `prepare`, on how the strategy changes the mathematics; "" for no message."""
+
+    def split_by(self, sizes: ShardSizes) -> bool:
+        self.plan = self.plan.balanced(sizes)
+        return True
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
         if not self.models and self.world.rank == 0 and (text := self.announcement()):

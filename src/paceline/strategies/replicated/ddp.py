@@ -45,6 +45,7 @@ from paceline.comm import dtensor
 from paceline.comm.mesh import Mesh, world_group
 from paceline.config import StrategySpec
 from paceline.data.batch_plan import BatchPlan, one_shard
+from paceline.data.shard_sizes import ShardSizes
 from paceline.errors import ModelError, SettingError, UnusedParameterError, warn
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here, torch_backward
 from paceline.strategies.gradient_store import GradientStore, any_gradient
@@ -141,6 +142,10 @@ class DDP(LoopStrategy):
 
     def carrier(self) -> str:
         return "shared memory" if self._reduction is not None and self._reduction.shares_memory else ""
+
+    def split_by(self, sizes: ShardSizes) -> bool:
+        self.plan = self.plan.balanced(sizes)
+        return True
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.models, self.optimizers = list(models), list(optimizers)

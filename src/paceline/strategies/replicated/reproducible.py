@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from paceline.comm.replicas import crosses_replicas
 from paceline.comm.tree_sums import TreeSums, ranges
 from paceline.data.batch_plan import AllShards, ShardsInSequence, one_shard
+from paceline.data.shard_sizes import ShardSizes
 from paceline.errors import SettingError
 from paceline.strategies.base import Backward, ClosureStrategy, Term, Work, backward_here
 from paceline.strategies.gradient_store import GradientStore
@@ -69,6 +70,9 @@ class Reproducible(DDP, ClosureStrategy):
         self.store = GradientStore(replicas=self._copies, sums=self._sums)
         self._hooks: list[Any] = []
         self._began = False
+
+    def split_by(self, sizes: ShardSizes) -> bool:
+        return False  # shards of equal size are what its bits depend on
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().setup(models, optimizers)

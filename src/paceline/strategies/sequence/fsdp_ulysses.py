@@ -26,6 +26,7 @@ from torch import nn
 
 from paceline.comm.mesh import Mesh
 from paceline.config import StrategySpec
+from paceline.data.shard_sizes import ShardSizes
 from paceline.errors import SettingError
 from paceline.strategies.base import Backward
 from paceline.strategies.kit.one_process import line
@@ -94,6 +95,9 @@ class FSDPUlysses(FSDP2):
         super().__init__(world, device, over, sharding, "fsdp+ulysses", run_mesh=ulysses.mesh(world, device, size))
         self.store.factor = 1 / self.mesh.size("sequence")
         self._cuts = SequenceCuts(self.mesh.group("sequence"), "fsdp+ulysses")
+
+    def split_by(self, sizes: ShardSizes) -> bool:
+        return False
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         known = len(self._states)

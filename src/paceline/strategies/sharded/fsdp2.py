@@ -26,7 +26,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from paceline.comm import dtensor
 from paceline.comm.mesh import Mesh, world_group
-from paceline.data.batch_plan import one_shard
+from paceline.data.batch_plan import BatchPlan, one_shard
+from paceline.data.shard_sizes import ShardSizes
 from paceline.errors import ModelError, UnusedParameterError, UsageError
 from paceline.strategies.base import Backward, Kind, LoopStrategy, backward_here
 from paceline.strategies.gradient_store import GradientStore
@@ -64,7 +65,7 @@ class FSDP2(LoopStrategy):
     ) -> None:
         self.world, self.device = world, device
         self.mesh, self._parameter_mesh = run_mesh or mesh, mesh
-        self.plan = one_shard(self.mesh.shards, self.mesh.shard)
+        self.plan: BatchPlan = one_shard(self.mesh.shards, self.mesh.shard)
         self.store = GradientStore(reduces_each=True)
         self._sharding = sharding
         self._offload: OffloadPolicy = (
@@ -93,6 +94,10 @@ class FSDP2(LoopStrategy):
 
     def fill_with(self, fill: Callable[[nn.Module], None]) -> bool:
         self._fill = fill
+        return True
+
+    def split_by(self, sizes: ShardSizes) -> bool:
+        self.plan = self.plan.balanced(sizes)
         return True
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from paceline.comm import dtensor
 from paceline.comm.mesh import Mesh
 from paceline.config import StrategySpec
+from paceline.data.shard_sizes import ShardSizes
 from paceline.errors import SettingError
 from paceline.strategies.base import Backward
 from paceline.strategies.kit.one_process import line
@@ -121,6 +122,9 @@ class FSDPTensor(FSDP2):
         sharding = Sharding(wrap, min_params, checkpointing, find_unused, dtype, offload, keep=stage == 2)
         super().__init__(world, device, mesh, sharding, "fsdp+tensor")
         self._cuts = LayerCuts(mesh, device, patterns)
+
+    def split_by(self, sizes: ShardSizes) -> bool:
+        return False
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         replaced = self._cuts.cut(models)

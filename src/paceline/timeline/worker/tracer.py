@@ -1,6 +1,6 @@
 """Record the spans of one rank, and join the spans of all ranks at the end.
 
-The tracer observes a run that sets `trace`, and wraps the functions that wait for other processes (comm/waits.py).
+The tracer observes a run that sets `trace`, and watches the functions that wait for other processes (comm/waits.py).
 
 At each moment a rank is in one phase (span_file.Phase):
 
@@ -21,20 +21,17 @@ waits for them.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from paceline import notebook
 from paceline.comm.process_group import machine
-from paceline.comm.waits import WAITS
+from paceline.comm.waits import watch
 from paceline.data.loader import Loader
 from paceline.errors import SettingError
 from paceline.run import Run, RunParts
@@ -84,24 +81,8 @@ class Tracer(StepObserver):
         self._loader: Loader | None = None  # the loader of the current step's batch
         self._updated = False  # whether `run.step` has acted on the current step
         self._waited: WeakKeyDictionary[Loader, float] = WeakKeyDictionary()  # `loader.waited` at its last yield
-        self._patches = contextlib.ExitStack()
-        for owner, name in WAITS:
-            self._replace(owner, name, self._waiting)
-
-    def _replace(self, owner: Any, name: str, method: Callable[..., Any]) -> None:
-        """Replace a function until the run is closed. `method` gets the original function as its first argument."""
-        original = getattr(owner, name)
-        own = name in vars(owner)
-
-        @functools.wraps(original)
-        def replaced(*args: Any, **options: Any) -> Any:
-            return method(original, *args, **options)
-
-        setattr(owner, name, replaced)
-        if own:
-            self._patches.callback(setattr, owner, name, original)
-        else:
-            self._patches.callback(delattr, owner, name)
+        self._within = _BETWEEN  # the phase that the current wait has split
+        self._unwatch = watch(self._wait)
 
     # --- events of the run
 
@@ -157,22 +138,21 @@ class Tracer(StepObserver):
             self._outer = self._phase
         self._switch(_CHECKPOINT if begins else self._outer)
 
-    def _waiting(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        before = self._phase
-        if before == _COMMUNICATION or threading.get_ident() != self._thread:
-            return original(*args, **options)
+    def _wait(self, begins: bool) -> None:
+        if threading.get_ident() != self._thread:
+            return
         now = time.perf_counter_ns()
-        if before == _BETWEEN:  # this time is FORWARD if a backward follows
+        if not begins:
+            if self._phase == _COMMUNICATION:
+                self._write(_COMMUNICATION, self._since, now, self._within)
+                self._phase, self._since = self._within, now
+            return
+        if self._phase == _BETWEEN:  # this time is FORWARD if a backward follows
             self._gaps.append((self._since, now))
         else:
-            self._write(before, self._since, now)
+            self._write(self._phase, self._since, now)
+        self._within = self._phase
         self._phase, self._since = _COMMUNICATION, now
-        try:
-            return original(*args, **options)
-        finally:
-            now = time.perf_counter_ns()
-            self._write(_COMMUNICATION, self._since, now, before)
-            self._phase, self._since = before, now
 
     # --- spans
 
@@ -210,7 +190,7 @@ class Tracer(StepObserver):
             return
         self._leave(time.perf_counter_ns())
         self._phase = _BETWEEN
-        self._patches.close()
+        self._unwatch()
         self._writer.close()
         if first_rank(self._file) == self._run.world.rank:
             if sys.exc_info()[0] is None and getattr(sys, "last_value", None) is None:
