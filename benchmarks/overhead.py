@@ -1,6 +1,6 @@
 """The overhead of Paceline per step, compared with the same step in hand-written DDP, in one run.
 
-    paceline run --nproc 2 benchmarks/overhead.py [--seconds 60] [--only nothing] [--json FILE]
+    paceline run --nproc 2 benchmarks/overhead.py [--seconds 60] [--only nothing] [--peers] [--loader] [--json FILE]
 
 For each of four models there are four trainings with the same initial state: A and A' in hand-written DDP, P and P'
 under Paceline's ddp. Each round has one step of each, in a new random order (the same on all ranks), so that drift and
@@ -9,6 +9,11 @@ caches: with only A, A' and P, that would favour A. A step is: forward, loss, ba
 clearing of gradients. Batches are already in memory. Each rank is pinned to a core. Reported: medians; the ratio of P
 and P' to A and A' with its 95% interval, from a bootstrap over blocks of 20 rounds; and A' / A and P' / P, which show
 the resolution of the method.
+
+`--peers` adds a training under Accelerate (C) and one under Lightning Fabric (F) to each round, each set up as its
+documentation shows for this number of processes. `--loader` counts the next batch too: by hand and with the others from
+a DataLoader, under Paceline from run.loader, all over the same tensors, shuffled. With one process, the step by hand
+has no DistributedDataParallel.
 
 torch's profiler counts collectives and bytes of one step.
 """
@@ -23,20 +28,24 @@ import random
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import paceline
 from paceline.run import Run
 
 BATCH = 32  # examples per process
 BLOCK = 20
+EXAMPLES = 32 * 64
+"""Of a rank, if loaders are timed."""
+PEERS = {"C": "Accelerate", "F": "Fabric"}
 
 
 def models() -> dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]]:
@@ -70,64 +79,145 @@ class Many(nn.Module):
         return x + torch.stack(list(self.rows)).mean(0)
 
 
+class Batches:
+    """Endless batches of a DataLoader, or one ready batch."""
+
+    def __init__(self, ready: list[Tensor], loader: Iterable[list[Tensor]] | None) -> None:
+        self._ready, self._loader = ready, loader
+        self._batches: Iterator[list[Tensor]] = iter(())
+
+    def next(self) -> list[Tensor]:
+        if self._loader is None:
+            return self._ready
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches = iter(self._loader)
+            batch = next(self._batches)
+        return batch
+
+
+class Given(NamedTuple):
+    """What all sides train."""
+
+    make: Callable[[], nn.Module]
+    ready: list[Tensor]
+    examples: TensorDataset  # of all ranks
+    with_loader: bool
+    size: int  # the number of processes
+
+    def model(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = self.make()
+        return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+
+    def loader(self) -> DataLoader[list[Tensor]]:
+        """The loader that a script for one device has."""
+        return DataLoader(self.examples, batch_size=BATCH, shuffle=True)
+
+
 def loss_fn(model: nn.Module, batch: list[Tensor]) -> Tensor:
     images, labels = batch
     return F.cross_entropy(model(images), labels)
 
 
 class ByHand:
-    """A hand-written step with torch.nn.parallel.DistributedDataParallel."""
+    """A hand-written step, with torch.nn.parallel.DistributedDataParallel on several processes."""
 
-    def __init__(self, make: Callable[[], nn.Module]) -> None:
-        torch.manual_seed(0)
-        self.model = DistributedDataParallel(make())
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+    def __init__(self, given: Given) -> None:
+        self.model, self.optimizer = given.model()
+        loader: DataLoader[list[Tensor]] | None = given.loader() if given.with_loader else None
+        if given.size > 1:
+            self.model = DistributedDataParallel(self.model)
+            if loader is not None:
+                loader = DataLoader(given.examples, batch_size=BATCH, sampler=DistributedSampler(given.examples))
+        self.batches = Batches(given.ready, loader)
 
-    def step(self, batch: list[Tensor]) -> None:
-        loss = loss_fn(self.model, batch)
+    def step(self) -> None:
+        loss = loss_fn(self.model, self.batches.next())
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-class UnderPaceline:
-    """The same under Paceline. The loader's yield, which begins a step, is not timed: both sides get ready batches."""
+class UnderAccelerate:
+    def __init__(self, given: Given) -> None:
+        from accelerate import Accelerator
 
-    def __init__(self, run: Run, make: Callable[[], nn.Module]) -> None:
-        self.run = run
-        torch.manual_seed(0)
-        self.model = make()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+        self.accelerator = Accelerator(cpu=True)
+        assert self.accelerator.num_processes == given.size
+        model, optimizer = given.model()
+        self.model, self.optimizer, loader = self.accelerator.prepare(model, optimizer, given.loader())
+        self.batches = Batches(given.ready, loader if given.with_loader else None)
+
+    def step(self) -> None:
+        loss = loss_fn(self.model, self.batches.next())
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class UnderFabric:
+    def __init__(self, given: Given) -> None:
+        from lightning.fabric import Fabric
+        from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+        several: dict[str, Any] = {"strategy": "ddp", "plugins": [TorchElasticEnvironment()]} if given.size > 1 else {}
+        self.fabric = Fabric(accelerator="cpu", devices=given.size, **several)
+        self.fabric.launch()
+        assert self.fabric.world_size == given.size
+        self.model, self.optimizer = self.fabric.setup(*given.model())
+        self.batches = Batches(
+            given.ready, self.fabric.setup_dataloaders(given.loader()) if given.with_loader else None
+        )
+
+    def step(self) -> None:
+        loss = loss_fn(self.model, self.batches.next())
+        self.fabric.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class UnderPaceline:
+    """The same under Paceline. Without `with_loader`, the yield that begins a step is made before the clock starts."""
+
+    def __init__(self, given: Given, run: Run) -> None:
+        self.run, self.given = run, given
+        self.model, self.optimizer = given.model()
         self.run.prepare(self.model, self.optimizer)
-        size = self.run.world.size * BATCH
-        data = TensorDataset(torch.zeros(size, 1))
-        self.loader = self.run.loader(data, global_batch=size)
-        self.batches = iter(())
+        size = given.size * BATCH
+        data = given.examples if given.with_loader else TensorDataset(torch.zeros(size, 1))
+        self.loader = self.run.loader(data, global_batch=size, shuffle=given.with_loader)
+        self.batches = Batches([], self.loader)
 
     def ready(self) -> None:
-        if next(self.batches, None) is None:
-            self.batches = iter(self.loader)
-            next(self.batches)
+        if not self.given.with_loader:
+            self.batches.next()
 
-    def step(self, batch: list[Tensor]) -> None:
+    def step(self) -> None:
+        batch = self.batches.next() if self.given.with_loader else self.given.ready
         self.run.forward_backward(loss_fn, self.model, batch)
         self.run.step(self.optimizer)
 
 
-def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], seconds: float) -> dict[str, object]:
-    run = paceline.start(strategy="ddp:reducer=native", progress="off")
+def measure(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], seconds: float, *, peers: bool, loader: bool
+) -> dict[str, object]:
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    run = paceline.start(strategy="ddp:reducer=native" if several else "single", progress="off")
     world = run.world
     another = Run(world, run.settings, run.device)
-    first, second = ByHand(make), ByHand(make)
-    ours = UnderPaceline(run, make), UnderPaceline(another, make)
+    generator = torch.Generator().manual_seed(world.rank)
+    ready = [torch.randn(BATCH, *shape, generator=generator), torch.randint(10, (BATCH,), generator=generator)]
+    generator.manual_seed(0)
+    count = EXAMPLES * world.size
+    examples = torch.randn(count, *shape, generator=generator), torch.randint(10, (count,), generator=generator)
+    given = Given(make, ready, TensorDataset(*examples), loader, world.size)
+    ours = UnderPaceline(given, run), UnderPaceline(given, another)
+    sides: dict[str, Any] = {"A": ByHand(given), "A'": ByHand(given), "P": ours[0], "P'": ours[1]}
+    if peers:
+        sides |= {"C": UnderAccelerate(given), "F": UnderFabric(given)}
     cores = sorted(os.sched_getaffinity(os.getppid()))
     os.sched_setaffinity(0, {cores[world.local_rank % len(cores)]})  # this thread; gloo's own stay free
-    generator = torch.Generator().manual_seed(world.rank)
-    batch = [
-        torch.randn(BATCH, *shape, generator=generator),
-        torch.randint(10, (BATCH,), generator=generator),
-    ]
-    sides = {"A": first.step, "A'": second.step, "P": ours[0].step, "P'": ours[1].step}
     times: dict[str, list[float]] = {side: [] for side in sides}
     draw = random.Random(0)
     start, rounds = time.perf_counter(), 0
@@ -138,15 +228,16 @@ def measure(make: Callable[[], nn.Module], shape: tuple[int, ...], seconds: floa
             own.ready()
         for side in draw.sample(list(sides), len(sides)):
             begin = time.perf_counter()
-            sides[side](batch)
+            sides[side].step()
             times[side].append(time.perf_counter() - begin)
         rounds += 1
-    counts = {side: collectives(sides[side], batch, ours) for side in ("A", "P")}
-    pairs = zip(first.model.parameters(), ours[0].model.parameters(), strict=True)
+    counts = {side: collectives(sides[side].step, ours) for side in ("A", "P")}
+    pairs = zip(sides["A"].model.parameters(), ours[0].model.parameters(), strict=True)
     difference = max(float((a - b).detach().abs().max()) for a, b in pairs)
     another.close()
     run.close()
-    return {"rounds": rounds, **summary(times), "collectives": counts, "largest_weight_difference": difference}
+    found = {"rounds": rounds, **summary(times), "collectives": counts}
+    return found if loader else found | {"largest_weight_difference": difference}  # with loaders the orders differ
 
 
 def summary(times: dict[str, list[float]]) -> dict[str, object]:
@@ -158,15 +249,20 @@ def summary(times: dict[str, list[float]]) -> dict[str, object]:
         "ours/by hand": interval(ours, by_hand),
         "A'/A": interval(kept["A'"], kept["A"]),
         "P'/P": interval(kept["P'"], kept["P"]),
+        **{
+            f"{name}/by hand": interval(kept[side], by_hand.median(dim=1).values)
+            for side, name in PEERS.items()
+            if side in kept
+        },
     }
 
 
-def collectives(step: Callable[[list[Tensor]], None], batch: list[Tensor], ours: Sequence[UnderPaceline]) -> list[int]:
+def collectives(step: Callable[[], None], ours: Sequence[UnderPaceline]) -> list[int]:
     """[collectives, bytes] of one step."""
     for own in ours:
         own.ready()
     with torch.profiler.profile(record_shapes=True) as profile:
-        step(batch)
+        step()
     found = [event for event in profile.events() if event.name.startswith(("gloo:", "nccl:"))]
     size = sum(4 * torch.Size(shape).numel() for event in found for shape in event.input_shapes if shape)
     return [len(found), size]
@@ -190,6 +286,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="for each model")
     parser.add_argument("--only", nargs="+", help="the first words of models; all, if not given")
+    parser.add_argument("--peers", action="store_true", help="measure Accelerate and Lightning Fabric too")
+    parser.add_argument("--loader", action="store_true", help="time the next batch too")
     parser.add_argument("--json", type=Path, help="write what was found here")
     args = parser.parse_args()
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -198,7 +296,7 @@ def main() -> None:
     for name, (make, shape) in [*models().items(), (MANY, (lambda: Many(5000), (10,)))]:
         if args.only and name.split()[0] not in args.only:
             continue
-        results[name] = result = measure(make, shape, args.seconds)
+        results[name] = result = measure(make, shape, args.seconds, peers=args.peers, loader=args.loader)
         if local == 0:
             report(name, result)
     if local == 0 and args.json:
@@ -216,9 +314,11 @@ def main() -> None:
 def report(name: str, result: dict) -> None:
     times = ", ".join(f"{side} {value:.0f} us" for side, value in result["median_us"].items())
     print(f"{name}: {result['rounds']} rounds; medians {times}")
-    for ratio in ("ours/by hand", "A'/A", "P'/P"):
+    for ratio in ("ours/by hand", "A'/A", "P'/P", *(f"{name}/by hand" for name in PEERS.values())):
+        if ratio not in result:
+            continue
         value, low, high = result[ratio]
-        print(f"  {ratio:12} {value:.3f}  [{low:.3f}, {high:.3f}]")
+        print(f"  {ratio:18} {value:.3f}  [{low:.3f}, {high:.3f}]")
     print(f"  added {result['added_us']:.0f} us; [collectives, bytes] {result['collectives']}", flush=True)
 
 

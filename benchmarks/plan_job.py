@@ -73,8 +73,8 @@ def probe() -> None:
     run.print(json.dumps(found))
 
 
-def peak_of_a_step(run: paceline.Run, model: nn.Module, optimizer: Any, step: Callable[[], None]) -> None:
-    """Print each rank's most bytes in tensors during the fourth step. DDP's buckets are not seen: C++ makes them."""
+def peak_of_a_step(model: nn.Module, optimizer: Any, step: Callable[[], None]) -> int:
+    """The most bytes in tensors during the fourth step. DDP's buckets are not seen: C++ makes them."""
     for _ in range(3):
         step()
     tracker = MemTracker()
@@ -82,12 +82,11 @@ def peak_of_a_step(run: paceline.Run, model: nn.Module, optimizer: Any, step: Ca
     with tracker:
         step()
     devices = tracker.get_tracker_snapshot("peak").values()
-    peak = max(sum(size for kind, size in kinds.items() if kind == "Total") for kinds in devices)
-    run.print(json.dumps(run.gather([int(peak)])))
+    return int(max(sum(size for kind, size in kinds.items() if kind == "Total") for kinds in devices))
 
 
-def train(name: str, memory: bool = False) -> None:
-    run = paceline.start(seed=0, progress="off")
+def job(name: str) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer], TensorDataset, int]:
+    """A model, its optimizer's constructor, its data and the global batch."""
     generator = torch.Generator().manual_seed(0)
     if name == "mlp":
         model: nn.Module = nn.Sequential(
@@ -108,8 +107,15 @@ def train(name: str, memory: bool = False) -> None:
         tokens = torch.randint(2048, (64, 65), generator=generator)
         data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         batch = 8
-    adam, sgd = torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)
-    model, optimizer = run.prepare(model, (sgd if name == "convnet" else adam)(model.parameters(), lr=1e-4))
+    if name == "convnet":
+        return model, partial(torch.optim.SGD, lr=1e-4, momentum=0.9), data, batch
+    return model, partial(torch.optim.AdamW, lr=1e-4), data, batch
+
+
+def train(name: str, memory: bool = False) -> None:
+    run = paceline.start(seed=0, progress="off")
+    model, make, data, batch = job(name)
+    model, optimizer = run.prepare(model, make(model.parameters()))
     loader = run.loader(data, global_batch=batch)
 
     def update(x: Tensor, y: Tensor) -> None:
@@ -118,7 +124,7 @@ def train(name: str, memory: bool = False) -> None:
 
     if memory:
         batches = iter(loader)
-        peak_of_a_step(run, model, optimizer, lambda: update(*next(batches)))
+        run.print(json.dumps(run.gather([peak_of_a_step(model, optimizer, lambda: update(*next(batches)))])))
         return
     for _ in run.epochs(1000):
         for x, y in loader:

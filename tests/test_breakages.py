@@ -37,8 +37,8 @@ BREAKAGES = {
     ),
     "an empty shard counted as one example": Breakage(
         "data/batch_plan.py",
-        "return Layout(yields, self.mean_over(total, weights), micro_batches)",
-        "return Layout(yields, self.mean_over(max(total, self.shards), weights), micro_batches)",
+        "return Layout(yields, self.mean_over(total, weights), micro_batches, weights)",
+        "return Layout(yields, self.mean_over(max(total, self.shards), weights), micro_batches, weights)",
         "e-small_bn-sgd-whole-closure-w3",
     ),
     "an example in two shards": Breakage(

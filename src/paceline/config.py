@@ -161,15 +161,10 @@ class Settings:
                 "noise='example' and compile=True contradict each other: a compiled model draws random numbers inside "
                 "its kernels, which cannot use one random stream per example. Set one of them."
             )
-        if self.balance and self.batch_norm == "shard":
+        if self.balance and self.batch_norm == "shard" and self.reproducible is None:
             raise SettingError(
                 "balance=True and batch_norm='shard' contradict each other: the statistics of a shard would depend on "
                 "the measured speed of its process. Set one of them."
-            )
-        if self.balance and self.reproducible is not None:
-            raise SettingError(
-                f"balance=True and reproducible={self.reproducible} cannot be combined: reproducible splits a global "
-                "batch into shards of equal size. Set one of them."
             )
         if self.deterministic and self.cudnn_benchmark:
             raise SettingError(

@@ -77,7 +77,7 @@ def balanced(
     given: Any = None, *, norm: bool = False, losses: int = 1, **options: Any
 ) -> tuple[nn.Module, list[tuple[int, int]]]:
     """Train with the last rank being slow. Returns the model, and per update this rank's examples and the total."""
-    settings = {key: options.pop(key) for key in ("strategy", "noise") if key in options}
+    settings = {key: options.pop(key) for key in ("strategy", "noise", "reproducible") if key in options}
     with started(balance=True, progress="off", **settings) as run:
         net = Net(slow=run.rank == run.world_size - 1, norm=norm)
         model, optimizer = run.prepare(net, adam(net))
@@ -144,6 +144,34 @@ def test_workers_micro_batches_losses_and_batch_norm(options: dict[str, Any]) ->
     model, sizes = balanced(**options)
     check_sizes(sizes)
     assert difference(model, plainly(norm=options.get("norm", False))) < 1e-12
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("micro_batch", [None, 1])
+@pytest.mark.ranks(2, full=3)
+def test_reproducible_gives_the_same_bits_from_shards_by_speed(micro_batch: int | None) -> None:
+    model, sizes = balanced(reproducible=8, micro_batch=micro_batch)
+    check_sizes(sizes)
+    with started(reproducible=8, progress="off") as run:
+        equal = Net()
+        equal.seconds = 0.0
+        prepared, optimizer = run.prepare(equal, adam(equal))
+        loader = run.loader(data(), global_batch=BATCH, micro_batch=micro_batch)
+        for _ in run.epochs(EPOCHS):
+            for batch in loader:
+                run.backward(loss_fn(prepared, batch))
+                run.step(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), equal.parameters(), strict=True))
+    assert difference(model, plainly()) < 1e-12
+
+
+@pytest.mark.ranks(2)
+def test_reproducible_with_batch_norm_over_the_global_batch_is_refused() -> None:
+    net = Net(norm=True)
+    with started(balance=True, reproducible=4, progress="off") as run:
+        with pytest.raises(SettingError, match="balance=True with reproducible=4: the model has batch norm"):
+            run.prepare(net, adam(net))
 
 
 class Stream(IterableDataset[Any]):
@@ -219,7 +247,6 @@ def test_a_strategy_that_cannot_is_refused() -> None:
     ("settings", "said"),
     [
         ({"batch_norm": "shard"}, "balance=True and batch_norm='shard' contradict"),
-        ({"reproducible": 4}, "balance=True and reproducible=4 cannot be combined"),
         ({"balance": 3}, "balance=3: must be True or False"),
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.balance.balance import GAIN, TOLERANCE, line, new_weights
-from paceline.data.batch_plan import cut, one_shard
+from paceline.data.batch_plan import DealtShards, cut, one_shard
 from paceline.data.shard_sizes import ShardSizes, bounds, sizes_of
 
 WEIGHTS = st.lists(st.integers(1, 2**20), min_size=1, max_size=9).map(tuple)
@@ -39,17 +39,17 @@ def test_a_batch_smaller_than_the_number_of_shards_ignores_the_weights() -> None
 
 
 def test_times_become_equal_where_they_are_in_proportion_to_the_examples() -> None:
-    weights = new_weights([32, 32], [0.1, 0.3])
+    weights = new_weights([32, 32], [0.1, 0.3], 64)
     assert weights is not None
     assert sizes_of(64, weights) == [48, 16]
-    assert new_weights([48, 16], [0.15, 0.15]) is None
+    assert new_weights([48, 16], [0.15, 0.15], 64) is None
 
 
 def test_a_fixed_part_of_each_step_is_found_in_a_few_cuts() -> None:
     """Seconds are 0.05 + 0.001 n and 0.05 + 0.004 n: equal at n = 51.2 and 12.8 of 64."""
     sizes = [32, 32]
     for _ in range(8):
-        weights = new_weights(list(map(float, sizes)), [0.05 + 0.001 * sizes[0], 0.05 + 0.004 * sizes[1]])
+        weights = new_weights(list(map(float, sizes)), [0.05 + 0.001 * sizes[0], 0.05 + 0.004 * sizes[1]], 64)
         if weights is not None:
             sizes = sizes_of(64, weights)
     assert abs(sizes[0] - 51.2) < 3
@@ -64,7 +64,7 @@ def test_a_fixed_part_of_each_step_is_found_in_a_few_cuts() -> None:
     ],
 )
 def test_no_new_cut_where_it_would_not_help(examples: list[float], took: list[float]) -> None:
-    assert new_weights(examples, took) is None
+    assert new_weights(examples, took, round(sum(examples))) is None
 
 
 @given(
@@ -76,12 +76,31 @@ def test_no_new_cut_where_it_would_not_help(examples: list[float], took: list[fl
 )
 def test_a_new_cut_shortens_the_longest_time_as_far_as_it_is_known(pairs: list[tuple[int, float]]) -> None:
     examples, took = [float(count) for count, _ in pairs], [seconds for _, seconds in pairs]
-    weights = new_weights(examples, took)
+    total = round(sum(examples))
+    weights = new_weights(examples, took, total)
     if weights is not None:
-        new = sizes_of(round(sum(examples)), weights)
-        assert sum(new) == round(sum(examples))
+        new = sizes_of(total, weights)
+        assert sum(new) == total
         expected = [size * seconds / count for size, (count, seconds) in zip(new, pairs, strict=True)]
         assert max(expected) <= (1 - GAIN) * max(took) * (1 + 1e-9)
+
+
+def test_whole_shards_are_distributed_where_they_have_a_fixed_size() -> None:
+    """8 shards of 4 examples, 3 times as fast on one process: 6 and 2."""
+    weights = new_weights([16, 16], [0.1, 0.3], 8)
+    assert weights is not None
+    assert sizes_of(8, weights) == [6, 2]
+    assert new_weights([20, 12], [0.1, 0.11], 8) is None  # a whole shard is too much
+    assert "8 shards are now split 6, 2 (were 4, 4)" in line(60, [16, 16], [0.1, 0.3], weights, 8)
+    sizes = ShardSizes()
+    plan = DealtShards(8, (4, 5, 6, 7), 4, process=1).balanced(sizes)
+    layout = plan.layout(32, None, (3, 1))
+    assert [(shard, low, high) for ((shard, _, low, high),) in layout.yields] == [
+        (6, 24, 28), (7, 28, 32), (8, 32, 32), (8, 32, 32), (8, 32, 32), (8, 32, 32),
+    ]  # fmt: skip
+    assert len(plan.layout(32, None).yields) == 4
+    with pytest.raises(TypeError, match=r"loader\.steps"):
+        plan.count({32: 5}, None)
 
 
 def test_a_cut_begins_after_the_last_position_that_was_planned() -> None:
@@ -116,7 +135,7 @@ def test_independent_replicas_average_over_their_own_examples() -> None:
 
 
 def test_the_line_names_sizes_and_times() -> None:
-    assert line(60, [32, 32], [0.1, 0.3], (3, 1)) == (
+    assert line(60, [32, 32], [0.1, 0.3], (3, 1), 64) == (
         "balance, step 60: 64 examples are now split 48, 16 (were 32, 32), because the processes took 100, 300 ms of "
         "their own time for a step."
     )

@@ -116,6 +116,16 @@ FAULTS: dict[str, tuple[int, str | None, int | None]] = {
 FAULTS_IN_CI = ("clip_then_allreduce/faulty", "half_shards/faulty")
 
 
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("steps", ["6", "20"])
+def test_ranks_that_average_their_weights_later_are_not_accused(steps: str, tmp_path: Path) -> None:
+    """Each rank makes four updates alone. (With four compared updates, none follows an average: a case above.)"""
+    done, found = verify(SILENTDIST / "../healthy/reptile_sines.py", tmp_path, "--steps", steps)
+    assert (done.returncode, found["cause"]) == (UNKNOWN, None), done.stdout + done.stderr
+    assert "local SGD" in done.stdout
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name",

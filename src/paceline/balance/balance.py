@@ -143,7 +143,8 @@ class Balance(StepObserver):
             shard = other["shard"]
             examples[shard] = other["examples"] / other["steps"]
             took[shard] = max(took[shard], other["seconds"] / other["steps"])
-        weights = new_weights(examples, took)
+        units = self._parts.strategy.plan.units(round(sum(examples)))
+        weights = new_weights(examples, took, units)
         if weights is None:
             return
         planned: dict[str, tuple[int, int]] = {}
@@ -153,7 +154,7 @@ class Balance(StepObserver):
         self._sizes.change(weights, planned)
         self._changed = self._steps
         if self._run.main:
-            print(f"paceline: {line(self._steps, examples, took, weights)}", file=sys.stderr)
+            print(f"paceline: {line(self._steps, examples, took, weights, units)}", file=sys.stderr)
 
 
 def split_unequally(parts: RunParts) -> None:
@@ -163,10 +164,11 @@ def split_unequally(parts: RunParts) -> None:
     parts.strategy.plan = parts.strategy.plan.balanced(sizes)
 
 
-def new_weights(examples: Sequence[float], took: Sequence[float]) -> Weights | None:
+def new_weights(examples: Sequence[float], took: Sequence[float], units: int) -> Weights | None:
     """The weights of a better cut; None if there is none that is much better.
 
-    examples, took: for each shard, its examples and its seconds per step.
+    examples, took: for each process, its examples and its seconds per step. units: the number of things that the cut
+    distributes: all examples of a global batch, or its shards.
     """
     longest = max(took)
     if longest - min(took) <= TOLERANCE * longest:
@@ -174,22 +176,21 @@ def new_weights(examples: Sequence[float], took: Sequence[float]) -> Weights | N
     speeds = [count / seconds for count, seconds in zip(examples, took, strict=True)]
     total = sum(speeds)
     weights = tuple(max(1, round(_UNITS * speed / total)) for speed in speeds)
-    sizes = sizes_of(round(sum(examples)), weights)
-    if max(size / speed for size, speed in zip(sizes, speeds, strict=True)) > (1 - GAIN) * longest:
+    each = sum(examples) / units
+    expected = [each * size / speed for size, speed in zip(sizes_of(units, weights), speeds, strict=True)]
+    if max(expected) > (1 - GAIN) * longest:
         return None
     return weights
 
 
-def line(step: int, examples: Sequence[float], took: Sequence[float], weights: Weights) -> str:
-    """The line that rank 0 prints about a new cut."""
-    total = round(sum(examples))
-    new = ", ".join(map(str, sizes_of(total, weights)))
+def line(step: int, examples: Sequence[float], took: Sequence[float], weights: Weights, units: int) -> str:
+    """The line that rank 0 prints about a new cut. Arguments: see `new_weights`."""
+    total = sum(examples)
+    things = "examples" if units == round(total) else "shards"
+    old = ", ".join(f"{count * units / total:.4g}" for count in examples)
+    new = ", ".join(map(str, sizes_of(units, weights)))
     times = ", ".join(f"{1e3 * seconds:.3g}" for seconds in took)
     return (
-        f"balance, step {step}: {total} examples are now split {new} (were {_short(examples)}), because the processes "
-        f"took {times} ms of their own time for a step."
+        f"balance, step {step}: {units} {things} are now split {new} (were {old}), because the processes took {times} "
+        "ms of their own time for a step."
     )
-
-
-def _short(examples: Sequence[float]) -> str:
-    return ", ".join(f"{count:.4g}" for count in examples)

@@ -132,6 +132,10 @@ class TreeSums:
         self._native = NativeSums() if self.size > 1 else None
         self._known: dict[Hashable, list[bool]] = {}  # name of a sum -> which tensors any process had in the last step
 
+    def assign(self, owned: Sequence[Node] | None) -> None:
+        """Set the range of shards that each process computes in the coming sums; None: as at the start."""
+        self.ranges = ranges(self.shards, self.size) if owned is None else list(owned)
+
     def tree(self) -> Tree:
         return Tree(self.shards)
 
@@ -178,7 +182,8 @@ class TreeSums:
         """Run phases 2 and 3 for this process's subtrees: flat tensors, of one length on all processes. Returns the
         sum, and the masks of all processes."""
         n, root, length, words = self.size, (0, self.shards), next(iter(flats.values())).numel(), mask.numel()
-        if n == 2:
+        theirs = [subtrees(owned, root) for owned in self.ranges]
+        if n == 2 and len(theirs[0]) == len(theirs[1]) == 1:
             (mine,) = flats.values()  # one subtree: half of the tree
             arrived = self._to_others([torch.cat([mine, mask])] * n, [length + words] * n)[1 - self.rank]
             total = mine + arrived[:length]
@@ -190,7 +195,6 @@ class TreeSums:
         sizes = [hi - lo for lo, hi in bounds]
         own = sizes[self.rank]
         sent = [torch.cat([*(flat[lo:hi] for flat in flats.values()), mask]) for lo, hi in bounds]
-        theirs = [subtrees(owned, root) for owned in self.ranges]
         sums = {node: flat[slice(*bounds[self.rank])] for node, flat in flats.items()}
         everyone = [mask] * n
         for source, message in enumerate(self._to_others(sent, [len(nodes) * own + words for nodes in theirs])):

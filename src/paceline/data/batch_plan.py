@@ -5,6 +5,7 @@ which (shard, micro-batch) pairs this process computes, and when:
 
     OneShard            one shard; one micro-batch per yield
     ShardsInSequence    several shards, one after the other; one micro-batch per yield
+    DealtShards         the same; whole shards may go to other processes
     AllShards           one micro-batch of each shard per yield: several devices in one process
     AllMicroBatches     all micro-batches of a shard per yield: a pipeline
     WorkQueue           chunks of global batches, assigned to processes as they become free
@@ -74,6 +75,7 @@ class Request(NamedTuple):
     micro_batches: int = 1  # per shard
     examples: int = 0  # in this yield
     final: bool = True  # is this the last yield of its global batch?
+    weights: Weights = ()  # of this global batch's cut
 
     @property
     def indices(self) -> tuple[int, ...]:
@@ -143,6 +145,7 @@ class Layout(NamedTuple):
     yields: list[tuple[tuple[int, int, int, int], ...]]  # per yield: (shard, micro-batch, first, end) in the batch
     mean_over: int  # number of examples that this process's gradient is a mean over
     micro_batches: int  # per shard
+    weights: Weights
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,10 @@ class BatchPlan(ABC):
     def weights(self, loader: str, epoch: int, step: int) -> Weights:
         """The weights of the shards in a global batch that this process is about to plan."""
         return () if self.shard_sizes is None else self.shard_sizes.plan(loader, epoch, step)
+
+    def units(self, total: int) -> int:
+        """The number of things in a global batch of `total` examples that a new cut distributes."""
+        return total
 
     def mean_over(self, total: int, weights: Weights) -> int:
         """Number of examples that this process's gradient is a mean over. total: examples in the global batch."""
@@ -198,7 +205,7 @@ class BatchPlan(ABC):
             return shard, micro, start + low, start + high
 
         yields = [tuple([place(shard, micro) for shard, micro in pairs]) for pairs in self.yields(micro_batches)]
-        return Layout(yields, self.mean_over(total, weights), micro_batches)
+        return Layout(yields, self.mean_over(total, weights), micro_batches, weights)
 
     def requests(
         self,
@@ -245,6 +252,7 @@ class BatchPlan(ABC):
                 layout.micro_batches,
                 examples,
                 final,
+                layout.weights,
             )
 
     def fetch(self, data: Pass, probe: Callable[[Sequence[int]], Any], made: Made) -> Iterator[Fetched]:
@@ -331,6 +339,35 @@ class ShardsInSequence(BatchPlan):
         # Shard number `shards` has no examples.
         in_order = [*self.mine, *[self.shards] * (self.sequential - len(self.mine))]
         return [((shard, micro),) for shard in in_order for micro in range(micro_batches)]
+
+
+@dataclass(frozen=True)
+class DealtShards(ShardsInSequence):
+    """A process computes its shards in sequence. A new cut gives whole shards to other processes.
+
+    process: the number of this process. Weights are those of the processes.
+    """
+
+    process: int = 0
+
+    def units(self, total: int) -> int:
+        return self.shards
+
+    def count(self, sizes: Mapping[int, int], micro_batch: int | None) -> int:
+        if self.shard_sizes is not None:
+            raise TypeError(
+                "with balance=True and reproducible, the number of yields follows the largest number of shards of any "
+                "process, which is measured. Use loader.steps, the number of updates."
+            )
+        return super().count(sizes, micro_batch)
+
+    def layout(self, total: int, micro_batch: int | None, weights: Weights = ()) -> Layout:
+        if not weights:
+            return super().layout(total, micro_batch)
+        owned = bounds(self.shards, weights)
+        most = max(end - start for start, end in owned)
+        dealt = replace(self, mine=tuple(range(*owned[self.process])), sequential=most)
+        return dealt.layout(total, micro_batch)._replace(weights=weights)
 
 
 @dataclass(frozen=True)

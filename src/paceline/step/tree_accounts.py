@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.comm.scalars import scalar, wide_dtype
 from paceline.comm.tree_sums import TreeSums
 from paceline.data.batch_plan import Request, cut
+from paceline.data.shard_sizes import bounds
 from paceline.errors import UsageError
 from paceline.step.accounts import MEANS, Accounts, Key, keys_of, weigh
 from paceline.strategies.base import Term, Weight, Weights
@@ -46,6 +47,8 @@ class TreeAccounts:
     def passes(self, terms: list[list[Term]], request: Request, call: int) -> list[list[Key]]:
         """See `Accounts.passes`. Here each pass has one account."""
         keys = keys_of(terms, call)
+        if request.micro == 0:
+            self._sums.assign(bounds(self._sums.shards, request.weights) if request.weights else None)
         for key in keys:
             if request.micro == 0:
                 self._counts.pop(key, None)

@@ -197,8 +197,8 @@ trap 'rm -f "$secret"' EXIT
 _KILLED = 128 + signal.SIGUSR1
 
 # bash's `wait` returns at each trapped signal. So the script calls it until srun has ended, and once more for srun's
-# exit code. srun loses a signal that arrives before its tasks have started, so the script repeats SIGUSR1. The launchers
-# act on the first that reaches them.
+# exit code. srun loses a signal that arrives before its tasks have started, so the script repeats SIGUSR1. The
+# launchers act on the first that reaches them.
 _REQUEUE = f"""\
 step=$!
 

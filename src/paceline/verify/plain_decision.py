@@ -117,6 +117,8 @@ class _PlainComparison:
             )
         found = self._subject.ranks_differ_at_start() or self._subject.same_examples()
         if found is None and self._reference.skipped is not None:
+            if self._subject.averages_weights():
+                return self._local_sgd()
             found = self._updates_differ(whole, self._reference.skipped)
         if found is not None:
             return self._located(found)
@@ -141,7 +143,10 @@ class _PlainComparison:
             self._reference.notes.append(claim_from(text, ours, whole))
         differing = next((found for found in every if found), [])
         if not differing:
-            found = self._subject.ranks_differ_later() or scaled_twice or self._subject.overlap()
+            found = self._subject.ranks_differ_later()
+            if found is not None and self._may_train_alone():
+                return self._local_sgd()
+            found = found or scaled_twice or self._subject.overlap()
             return self._located(found) if found is not None else self._beyond(self._same(whole, tolerances))
         return self._different(whole, tolerances, differing)
 
@@ -212,7 +217,9 @@ class _PlainComparison:
             answer = Answer(DIFFERENT, [claim_from(text, ours)], step, "gradient", wrong[0], cause.key)
             return self._located(answer)
         if not self._subject.different_at_start:
-            found = self._subject.same_examples() or self._subject.ranks_differ_later()
+            found = self._subject.same_examples()
+            if found is None and (found := self._subject.ranks_differ_later()) and self._may_train_alone():
+                return self._local_sgd()
             if found is not None:
                 return self._located(found)
         if self._fault is not None:
@@ -401,11 +408,17 @@ class _PlainComparison:
             return False
         if self._subject.averages_weights():
             return True
+        return len(cause.names) == len(self._ours.parameters) and self._may_train_alone()
+
+    def _may_train_alone(self) -> bool:
+        """Whether ranks with different weights average them, or may do so after the last step."""
+        if self._subject.averages_weights():
+            return True
         made, steps = self._ours.ranks[0]["made"], self._ours.step_records(0)
         asked = "comm_hook" in made or any("no_sync" in record.get("lines", ()) for record in steps)
         if "wrapper" in made and not asked:  # DistributedDataParallel is there to average gradients
             return False
-        return len(cause.names) == len(self._ours.parameters) and self._fault is None
+        return self._fault is None
 
     def _local_sgd(self) -> Answer:
         if not self._subject.averages_weights():

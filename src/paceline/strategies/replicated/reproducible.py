@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from paceline.comm.replicas import crosses_replicas
 from paceline.comm.tree_sums import TreeSums, ranges
-from paceline.data.batch_plan import AllShards, ShardsInSequence, one_shard
+from paceline.data.batch_plan import AllShards, DealtShards, one_shard
 from paceline.data.shard_sizes import ShardSizes
 from paceline.errors import SettingError
 from paceline.strategies.base import Backward, ClosureStrategy, Term, Work, backward_here
@@ -64,7 +64,10 @@ class Reproducible(DDP, ClosureStrategy):
         owned = ranges(shards, world.size)
         self._sums = TreeSums(shards)
         most = max(stop - start for start, stop in owned)
-        self.plan = one_shard(1, 0) if shards == 1 else ShardsInSequence(shards, self._sums.mine, most)
+        if shards > 1:
+            self.plan = DealtShards(shards, self._sums.mine, most, process=world.rank)
+        else:
+            self.plan = one_shard(1, 0)
         self._replicas: ReplicaSet | None = None  # if this process's shards need sums in the middle of a forward
         self._copies: list[dict[Tensor, Tensor]] = []
         self.store = GradientStore(replicas=self._copies, sums=self._sums)
@@ -72,7 +75,9 @@ class Reproducible(DDP, ClosureStrategy):
         self._began = False
 
     def split_by(self, sizes: ShardSizes) -> bool:
-        return False  # shards of equal size are what its bits depend on
+        """Shards stay of equal size, on which the bits depend. Faster processes compute more of them."""
+        self.plan = self.plan.balanced(sizes)
+        return isinstance(self.plan, DealtShards)
 
     def setup(self, models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().setup(models, optimizers)
@@ -82,6 +87,12 @@ class Reproducible(DDP, ClosureStrategy):
         if self._replicas is None and not crosses_replicas(models):
             self._hooks = refuse_changes(models)
             return
+        if self.plan.shard_sizes is not None:
+            raise SettingError(
+                f"balance=True with reproducible={self.plan.shards}: the model has batch norm over the global batch, "
+                "so a process computes all its shards together, and their number cannot change. Leave out balance, or "
+                "set batch_norm='shard'."
+            )
         if self._replicas is None:
             self.plan = AllShards(self.plan.shards, self.plan.mine)
             self._replicas = ReplicaSet([self.device], sums=self._sums)
