@@ -1,17 +1,18 @@
 """balance=True with one process throttled to a third of a core. Needs root and a cgroup with the CPU controller.
 
-    sudo python benchmarks/balance.py --json benchmarks/results/balance.json    # eight minutes
+    sudo python benchmarks/balance.py --json benchmarks/results/balance.json    # ten minutes
 
-Two processes of one thread each train a small network on this machine. A cgroup gives the throttled process 10 of every
-30 ms. Each job goes through these phases, in all ROUNDS rounds:
+Two processes of one thread each train a small network on this machine. A cgroup gives the throttled process 2 of every
+6 ms. Each job goes through these phases, in all ROUNDS rounds:
 
-1. Rank 1 is throttled. Each rank trains alone, at the same time, without any exchange: the sum of their speeds is what
-   two processes can reach at most.
-2. They train together for STEPS updates under ddp.
-3. The throttle moves to rank 0 in mid-run: STEPS updates more. At the end, each rank trains alone once more.
+1. Rank 1 is throttled. Both train together for STEPS updates under ddp.
+2. Each rank trains alone, at the same time as the other, without any exchange: the sum of their speeds is what two
+   processes can reach at most.
+3. The throttle moves to rank 0, in mid-run, and both phases are repeated.
 
-A job is run without `balance` and with it, one after the other in each round. The speed of a phase is that of its last
-half, which begins after 50 steps at the latest. The model of both jobs is compared at the end.
+In each round a job is run without `balance`, with it, and once without both throttle and `balance`: the control, which
+shows what processes of equal speed reach. The speed of a phase is that of its last half, which begins after 50 steps at
+the latest. The models with and without `balance` are compared at the end.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from torch import Tensor, nn
 
 import paceline
 
-ROUNDS, STEPS, BATCH, ALONE_SECONDS = 5, 140, 96, 6.0
-PERIOD, QUOTA = 30_000, 10_000  # microseconds
+ROUNDS, STEPS, BATCH, ALONE_SECONDS = 5, 120, 192, 5.0
+PERIOD, QUOTA = 6_000, 2_000  # microseconds
 
 
 class Throttle:
@@ -94,26 +95,28 @@ def alone(run: paceline.Run, examples: torch.utils.data.TensorDataset) -> float:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     x, y = examples[: BATCH // run.world_size]
     run.wait()
-    done, began = 0, time.perf_counter()
-    while time.perf_counter() - began < ALONE_SECONDS:
-        optimizer.zero_grad()
-        F.cross_entropy(net(x), y).backward()
-        optimizer.step()
-        done += len(x)
-    speed = done / (time.perf_counter() - began)
+    speed = 0.0
+    for seconds in (1.0, ALONE_SECONDS):  # the first warms up
+        done, began = 0, time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            done += len(x)
+        speed = done / (time.perf_counter() - began)
     run.wait()
     return float(run.sum(speed))
 
 
-def job(file: Path) -> None:
+def job(file: Path, throttles: bool) -> None:
     torch.set_num_threads(1)
     run = paceline.start(device="cpu", progress="off", nonfinite_every=1)
     throttle = Throttle(f"paceline-balance-{os.getpid()}")
     try:
-        if run.rank == 1:
+        if throttles and run.rank == 1:
             throttle.on()
         examples = data()
-        sums = [alone(run, examples)]
+        sums = []
         net = Net().double()
         model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
         loader = run.loader(examples, global_batch=BATCH, shuffle=True)
@@ -125,7 +128,8 @@ def job(file: Path) -> None:
                 moments.append(time.perf_counter())
                 own.append(len(x))
                 if run.steps == STEPS:
-                    throttle.on() if run.rank == 0 else throttle.off()
+                    sums.append(alone(run, examples))
+                    throttle.on() if throttles and run.rank == 0 else throttle.off()
         sums.append(alone(run, examples))
         weights = torch.cat([p.detach().reshape(-1) for p in net.parameters()]).tolist()
         if run.main:
@@ -142,11 +146,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write what was found here")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--no-throttle", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.job:
-        job(options.job)
+        job(options.job, not options.no_throttle)
         return
-    ways = {"equal": [], "balance": ["--balance"]}
+    ways: dict[str, tuple[list[str], list[str]]] = {
+        "control": ([], ["--no-throttle"]), "equal": ([], []), "balance": (["--balance"], []),
+    }  # fmt: skip
     found: dict[str, list[Any]] = {way: [] for way in ways}
     said: list[str] = []
     apart = 0.0
@@ -155,8 +162,20 @@ def main() -> None:
         for way in list(ways)[:: 1 if number % 2 else -1]:
             with tempfile.TemporaryDirectory() as folder:
                 file = Path(folder, "found.json")
-                command = [sys.executable, "-m", "paceline", "run", "--nproc", "2", *ways[way], __file__, "--job"]
-                done = subprocess.run([*command, str(file)], check=True, timeout=300, stderr=subprocess.PIPE, text=True)
+                command = [
+                    sys.executable,
+                    "-m",
+                    "paceline",
+                    "run",
+                    "--nproc",
+                    "2",
+                    *ways[way][0],
+                    __file__,
+                    *ways[way][1],
+                ]
+                done = subprocess.run(
+                    [*command, "--job", str(file)], check=True, timeout=300, stderr=subprocess.PIPE, text=True
+                )
                 said += [line for line in done.stderr.splitlines() if "balance, step" in line]
                 result = json.loads(file.read_text())
             weights[way] = torch.tensor(result.pop("weights"), dtype=torch.float64)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -44,7 +45,7 @@ def by_hand(name: str, strategy: str) -> None:
         size = dist.get_world_size()
     kind = strategy.partition(":")[0]
     if kind == "ddp":
-        model = DistributedDataParallel(model, broadcast_buffers=False)  # MemTracker hangs in their broadcast
+        model = DistributedDataParallel(model, broadcast_buffers=False)
     elif kind == "fsdp":
         keep = {"reshard_after_forward": False} if strategy.endswith("2") else {}
         for layer in layers(model):
@@ -67,7 +68,9 @@ def by_hand(name: str, strategy: str) -> None:
     if size == 1 or dist.get_rank() == 0:
         print(json.dumps(peaks))
     if size > 1:
-        dist.destroy_process_group()
+        dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # freeing what MemTracker has seen deadlocks now and then with gloo threads (torch 2.13)
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
@@ -120,7 +123,7 @@ def main() -> None:
 
 
 def peaks(command: list[str]) -> list[int]:
-    done = subprocess.run(command, check=True, timeout=100, capture_output=True, text=True)
+    done = subprocess.run(command, check=True, timeout=40, capture_output=True, text=True)
     found: list[int] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[")))
     return found
 

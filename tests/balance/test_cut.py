@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.balance.balance import GAIN, TOLERANCE, line, new_weights
+from paceline.balance.balance import GAIN, TOLERANCE, line, new_weights, steady_part
 from paceline.data.batch_plan import DealtShards, cut, one_shard
 from paceline.data.shard_sizes import ShardSizes, bounds, sizes_of
 
@@ -101,6 +101,18 @@ def test_whole_shards_are_distributed_where_they_have_a_fixed_size() -> None:
     assert len(plan.layout(32, None).yields) == 4
     with pytest.raises(TypeError, match=r"loader\.steps"):
         plan.count({32: 5}, None)
+
+
+def test_the_steps_count_in_which_the_speed_was_about_the_same() -> None:
+    steady = [(10, 1.0), (10, 1.2)] * 8
+    assert steady_part(steady) == steady
+    recut = [(30, 3.0)] * 4 + [(10, 1.0)] * 4
+    assert steady_part(recut) == recut
+    slower = [(10, 1.0)] * 40 + [(10, 3.0)] * 10  # 25 newer steps are of both kinds, and 13 too
+    assert steady_part(slower) == [(10, 3.0)] * 7
+    assert steady_part([(10, 3.0)] * 6 + [(10, 1.0)] * 2) == []  # too few since the change
+    for unknown in ([], [(10, 1.0)] * 4, [(0, 0.0)] * 8):
+        assert steady_part(unknown) == []
 
 
 def test_a_cut_begins_after_the_last_position_that_was_planned() -> None:

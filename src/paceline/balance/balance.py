@@ -34,8 +34,15 @@ CHECK = 10
 APART = 50
 """The fewest steps between two new cuts."""
 
-WINDOW = 20
-"""The number of latest steps whose times count."""
+WINDOW = 50
+"""The largest number of latest steps whose times count."""
+
+FEWEST = 5
+"""The smallest number."""
+
+UNSTEADY = 0.3
+"""If a process's speed changes by this part from the older half of these steps to the newer one, only the newer half
+counts."""
 
 WARM_UP = 3
 """The first steps of a run do not count: they compile kernels and allocate memory."""
@@ -124,7 +131,7 @@ class Balance(StepObserver):
     def _compare(self) -> None:
         """Compare the processes' times, and change the cut if that helps. Collective."""
         known = [(step.examples, seconds(step.intervals)) for step in self._window]
-        steps = [(examples, took) for examples, took in known if took is not None]
+        steps = steady_part([(examples, took) for examples, took in known if took is not None])
         mesh = self._parts.strategy.mesh
         own = {
             "shard": mesh.shard,
@@ -134,9 +141,7 @@ class Balance(StepObserver):
             "planned": [[name, *position] for name, position in self._sizes.planned.items()],
         }
         everyone: list[Any] = world_group().gather(own, "the times of the processes")
-        if self._steps - self._changed < APART:
-            return
-        if any(not other["steps"] or not other["examples"] or not other["seconds"] for other in everyone):
+        if self._steps - self._changed < APART or not all(other["steps"] for other in everyone):
             return
         examples, took = [0.0] * mesh.shards, [0.0] * mesh.shards
         for other in everyone:  # a shard takes as long as the slowest of its processes
@@ -162,6 +167,26 @@ def split_unequally(parts: RunParts) -> None:
     sizes = ShardSizes()
     sizes.change(tuple(2 if shard % 2 else 3 for shard in range(parts.strategy.plan.shards)), {})
     parts.strategy.plan = parts.strategy.plan.balanced(sizes)
+
+
+def steady_part(steps: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
+    """The latest of a process's steps in which its speed was about the same; empty if they are too few.
+
+    steps: (examples, seconds) of each.
+    """
+    while len(steps) >= FEWEST:
+        half = len(steps) // 2
+        speeds = [_speed(part) for part in (steps[:half], steps[half:])]
+        if min(speeds) > 0 and max(speeds) - min(speeds) <= UNSTEADY * max(speeds):
+            return steps
+        steps = steps[half:]
+    return []
+
+
+def _speed(steps: Sequence[tuple[int, float]]) -> float:
+    """Examples per second; 0 if unknown."""
+    examples, took = sum(count for count, _ in steps), sum(seconds for _, seconds in steps)
+    return examples / took if took else 0.0
 
 
 def new_weights(examples: Sequence[float], took: Sequence[float], units: int) -> Weights | None:
