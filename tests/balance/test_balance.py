@@ -95,7 +95,7 @@ def balanced(
         return net, sizes
 
 
-def check_sizes(sizes: list[tuple[int, int]]) -> None:
+def expect_shares(sizes: list[tuple[int, int]]) -> None:
     """All examples are used once, and the slow rank has fewer at the end."""
     for own, total in zip(*(torch.tensor(list(column)) for column in zip(*sizes, strict=True)), strict=True):
         everyone = own.clone()
@@ -122,7 +122,7 @@ def check_sizes(sizes: list[tuple[int, int]]) -> None:
 @pytest.mark.ranks(2, full=3)
 def test_the_model_is_that_of_plain_pytorch(strategy: str) -> None:
     model, sizes = balanced(strategy=strategy)
-    check_sizes(sizes)
+    expect_shares(sizes)
     assert difference(model, plainly()) < 1e-12
 
 
@@ -142,7 +142,7 @@ def test_the_model_is_that_of_plain_pytorch(strategy: str) -> None:
 @pytest.mark.ranks(2, full=3)
 def test_workers_micro_batches_losses_and_batch_norm(options: dict[str, Any]) -> None:
     model, sizes = balanced(**options)
-    check_sizes(sizes)
+    expect_shares(sizes)
     assert difference(model, plainly(norm=options.get("norm", False))) < 1e-12
 
 
@@ -152,7 +152,7 @@ def test_workers_micro_batches_losses_and_batch_norm(options: dict[str, Any]) ->
 @pytest.mark.ranks(2, full=3)
 def test_reproducible_gives_the_same_bits_from_shards_by_speed(micro_batch: int | None) -> None:
     model, sizes = balanced(reproducible=8, micro_batch=micro_batch)
-    check_sizes(sizes)
+    expect_shares(sizes)
     with started(reproducible=8, progress="off") as run:
         equal = Net()
         equal.seconds = 0.0
@@ -186,7 +186,7 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.ranks(2)
 def test_a_stream_is_balanced_without_a_worker_and_is_said_not_to_be_with_one() -> None:
     model, sizes = balanced(Stream())
-    check_sizes(sizes)
+    expect_shares(sizes)
     assert difference(model, plainly()) < 1e-12
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
@@ -230,7 +230,7 @@ def test_noise_by_example_does_not_depend_on_the_shares() -> None:
 @pytest.mark.ranks(2)
 def test_independent_replicas_train_on_shares_by_speed(strategy: str) -> None:
     model, sizes = balanced(strategy=strategy)
-    check_sizes(sizes)
+    expect_shares(sizes)
     copies = [torch.empty_like(p) for p in model.parameters()]
     for p, copy in zip(model.parameters(), copies, strict=True):
         torch.distributed.broadcast(copy.copy_(p.detach()), 0)
