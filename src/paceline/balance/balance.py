@@ -88,7 +88,8 @@ class Balance(StepObserver):
         request = loader.current
         if not loader.train or request is None:
             return
-        waited = loader.waited - self._waited.get(loader.name, 0.0)
+        # The first wait of a pass starts workers. It does not depend on the examples.
+        waited = loader.waited - self._waited.get(loader.name, loader.waited)
         self._waited[loader.name] = loader.waited
         self._time.begin(loader.fetched_at, waited)
         self._examples += request.examples
@@ -104,6 +105,8 @@ class Balance(StepObserver):
             self._time.end_backward()
 
     def before_end(self, loader: Loader, whole: bool) -> None:
+        if loader.train:
+            self._waited.pop(loader.name, None)
         if loader.train and not whole:
             self._time.end()
             self._examples = 0

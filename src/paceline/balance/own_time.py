@@ -3,8 +3,8 @@
 1. A loader fetches the first batch of a step: the clock starts when the fetch begins.
 2. While a listed function waits for other processes (comm/waits.py), the clock stands still.
 3. In a backward, ddp waits for others after the last gradient only. So the time counts up to this gradient. Its
-   parameter is found in the first backward, and gets a hook. If a strategy reduces within
-   the backward (fsdp), all of the backward counts, without its waits.
+   parameter is found in the first backward, and gets a hook. If a strategy reduces within the backward (fsdp), all of
+   the backward counts, without its waits.
 4. The update does not count: it does not depend on the examples.
 
 On an accelerator, the readings of the clock are events on the device's stream, so the host does not wait for them.

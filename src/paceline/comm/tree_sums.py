@@ -127,14 +127,14 @@ class TreeSums:
 
     def __init__(self, shards: int) -> None:
         self.shards, self.size, self.rank = shards, world_group().size, world_group().rank
-        self.ranges = ranges(shards, self.size)
+        self.ranges = self._first = ranges(shards, self.size)
         self.mine = tuple(range(*self.ranges[self.rank]))
         self._native = NativeSums() if self.size > 1 else None
         self._known: dict[Hashable, list[bool]] = {}  # name of a sum -> which tensors any process had in the last step
 
     def assign(self, owned: Sequence[Node] | None) -> None:
         """Set the range of shards that each process computes in the coming sums; None: as at the start."""
-        self.ranges = ranges(self.shards, self.size) if owned is None else list(owned)
+        self.ranges = self._first if owned is None else list(owned)
 
     def tree(self) -> Tree:
         return Tree(self.shards)

@@ -60,14 +60,14 @@ def _wrap(owner: Any, name: str) -> None:
         if thread in _waiting:
             return original(*args, **options)
         _waiting.add(thread)
-        for watcher in _watchers:
-            watcher(True)
         try:
+            for watcher in _watchers:
+                watcher(True)
             return original(*args, **options)
         finally:
+            _waiting.discard(thread)
             for watcher in _watchers:
                 watcher(False)
-            _waiting.discard(thread)
 
     setattr(owner, name, watched)
     if own:

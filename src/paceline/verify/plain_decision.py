@@ -218,10 +218,11 @@ class _PlainComparison:
             return self._located(answer)
         if not self._subject.different_at_start:
             found = self._subject.same_examples()
-            if found is None and (found := self._subject.ranks_differ_later()) and self._may_train_alone():
-                return self._local_sgd()
             if found is not None:
                 return self._located(found)
+            found = self._subject.ranks_differ_later()
+            if found is not None:
+                return self._local_sgd() if self._may_train_alone() else self._located(found)
         if self._fault is not None:
             return self._located(Answer(DIFFERENT, [claim_from("different, by the rules of paceline doctor.", ours)]))
         why = why if why.endswith(".") else f"{why}."
