@@ -147,6 +147,17 @@ def test_rows_of_tensors_are_what_torchs_loader_makes(workers: int) -> None:
             assert torch.equal(one, other)
 
 
+def test_rows_by_numbers_that_count_from_the_end() -> None:
+    rows = torch.randn(3, 5).t().requires_grad_()
+    reader = ExampleReader(TensorDataset(rows), lambda *_: [])
+    for numbers in ([4, -1, 0], [4, 4, 0]):
+        (found,) = reader.collated(numbers)
+        assert torch.equal(found, rows[[4, 4, 0]])
+        assert found.requires_grad
+    with pytest.raises(IndexError, match="5"):
+        reader.collated([5])
+
+
 def test_a_subclass_of_tensor_data_sets_makes_its_own_examples() -> None:
     class Doubled(TensorDataset):
         def __getitem__(self, index: Any) -> Any:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, default_convert
@@ -74,6 +75,7 @@ class ExampleReader:
         self._drawn: frozenset[str] = frozenset()  # the generators that examples have drawn from
         self._looked_at = 0  # examples read so far with all generators seeded
         self._at_once = _reads_at_once(type(dataset))
+        self._select = self.takes_rows and all(type(one) is Tensor and one.is_cpu for one in dataset.tensors)
 
     def read(self, epoch: int, indices: Sequence[int]) -> list[Any]:
         """The examples with these indices, in this order."""
@@ -95,7 +97,12 @@ class ExampleReader:
 
     def collated(self, indices: Sequence[int]) -> list[Tensor]:
         """The result of default_collate for these examples, if `takes_rows`. A TensorDataset draws nothing."""
-        rows = torch.tensor(indices)
+        rows = torch.from_numpy(np.array(indices))  # torch.tensor takes twice as long
+        if self._select:
+            try:
+                return [tensor.index_select(0, rows) for tensor in self.dataset.tensors]  # half the time of indexing
+            except IndexError:  # a sampler may count from the end; if an index is too large, indexing says which
+                pass
         return [tensor[rows] for tensor in self.dataset.tensors]
 
     def _look_at(self, epoch: int, indices: Sequence[int]) -> list[Any]:
