@@ -364,6 +364,50 @@ def test_local_sgd_in_ddp_is_not_accused(tmp_path: Path) -> None:
     assert "local SGD" in done.stdout
 
 
+PARTED_LATE = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(96, 8), torch.randint(3, (96,)))
+loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class Noisy(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps += 1
+        if self.steps == STEPS and dist.get_rank():
+            with torch.no_grad():
+                model[0].weight += 0.001 * torch.randn(16, 8)
+
+
+optimizer = Noisy(model.parameters(), lr=0.1)
+for epoch in range(STEPS):
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        optimizer.step()
+"""
+
+
+@pytest.mark.full
+def test_ranks_that_combine_gradients_do_not_train_alone(tmp_path: Path) -> None:
+    """The weights part after the last step that doctor watches."""
+    (tmp_path / "train.py").write_text(PARTED_LATE.replace("STEPS", "59"))
+    done, found = verify(tmp_path / "train.py", tmp_path, "--steps", "59")
+    assert (done.returncode, found["cause"]) == (DIFFERENT, "ranks-drift-apart"), done.stdout + done.stderr
+
+
 LARGE = """
 import time
 import torch

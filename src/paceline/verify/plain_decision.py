@@ -419,7 +419,24 @@ class _PlainComparison:
         asked = "comm_hook" in made or any("no_sync" in record.get("lines", ()) for record in steps)
         if "wrapper" in made and not asked:  # DistributedDataParallel is there to average gradients
             return False
-        return self._fault is None
+        return self._fault is None and not any(map(self._combined, range(self._ours.steps)))
+
+    def _combined(self, step: int) -> bool:
+        """Whether the gradients of an update are combined over the ranks, as far as the runs show."""
+        pieces = self._subject.local_gradients(step)
+        if pieces is None:
+            return False
+        mine, sums, own = (
+            self._ours.gradients(step, 0),
+            total([one for rank in pieces for one in rank]),
+            total(pieces[0]),
+        )
+        names = [name for name in mine if name in own and norm(mine[name])]
+
+        def multiple(of: dict[str, Tensor]) -> bool:
+            return all(is_multiple(mine[name], of[name], 1e-4 * norm(mine[name])) for name in names)
+
+        return multiple(sums) and not multiple(own)
 
     def _local_sgd(self) -> Answer:
         if not self._subject.averages_weights():
