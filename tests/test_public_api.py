@@ -24,7 +24,7 @@ RUN = {
 START = [
     "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "nonfinite_every", "fp32_outputs",
     "device", "log_dir", "trackers", "log_every", "progress", "trace", "channels_last", "deterministic",
-    "cudnn_benchmark", "tf32", "reproducible", "balance", "init_method", "rank", "world_size",
+    "cudnn_benchmark", "tf32", "reproducible", "balance", "peak_flops", "init_method", "rank", "world_size",
 ]  # fmt: skip
 
 

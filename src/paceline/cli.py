@@ -26,7 +26,7 @@ _NODES = (
 )  # fmt: skip
 _SETTING_NAMES = (
     "strategy", "precision", "seed", "batch_norm", "noise", "compile", "nonfinite", "reproducible", "balance", "device",
-    "config", "log_dir", "progress", "trace",
+    "config", "log_dir", "progress", "trace", "peak_flops",
 )  # fmt: skip
 _LAUNCH = (
     "nproc",
@@ -136,6 +136,7 @@ _settings = _options(
     click.option("--log-dir", metavar="DIR", help="Write the records of run.log to DIR."),
     click.option("--progress", metavar="NAME", help="Show progress as bar, lines, off or auto."),
     click.option("--trace", metavar="FILE", help="Trace every rank to FILE, for ui.perfetto.dev; report slow ranks."),
+    click.option("--peak-flops", metavar="auto|RATE", help="Log the part of this peak that is reached (MFU)."),
 )  # fmt: skip
 
 # Titles in a command's help, and the options below them. Options without a title come first, under "Options".

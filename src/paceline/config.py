@@ -117,6 +117,7 @@ class Settings:
     tf32: bool | None = None
     reproducible: int | None = None
     balance: bool = False
+    peak_flops: str | None = None
 
     @property
     def deterministic_by(self) -> str:
@@ -141,7 +142,7 @@ class Settings:
         for setting in ("cudnn_benchmark", "tf32"):
             if getattr(self, setting) is not None:
                 _true_or_false(setting, getattr(self, setting))
-        for setting in ("device", "log_dir", "trace"):
+        for setting in ("device", "log_dir", "trace", "peak_flops"):
             if not isinstance(getattr(self, setting), (str, type(None))):
                 raise SettingError(f"{setting}={getattr(self, setting)!r}: must be a string.")
         if self.reproducible is not None:

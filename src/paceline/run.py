@@ -30,6 +30,7 @@ from paceline.metrics import metrics, predict_files
 from paceline.metrics.predict import check_options, on_first_input, predict
 from paceline.monitor import media
 from paceline.monitor.monitor import Monitor
+from paceline.monitor.summary import Totals
 from paceline.monitor.trackers import Tracker
 from paceline.norm.normalisation import Normalisation
 from paceline.state import pretrained, sharded_export
@@ -78,6 +79,7 @@ class RunParts(NamedTuple):
     optimizers: Sequence[torch.optim.Optimizer]
     noise: Noise | None
     normalisation: Normalisation
+    totals: Totals
 
     @property
     def runs_closure(self) -> bool:
@@ -1052,4 +1054,5 @@ def parts_of(run: Run) -> RunParts:
         run._optimizers,
         run._noise,
         run._normalisation,
+        run._monitor.totals,
     )

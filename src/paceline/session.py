@@ -20,7 +20,7 @@ from paceline.balance.balance import Balance, split_unequally
 from paceline.comm import device_choice, process_group
 from paceline.compare.worker.probe import Probe
 from paceline.config import Settings, StrategySpec, file_beside, read_file, resolve
-from paceline.errors import CheckpointError, PacelineError, UsageError, WorldError
+from paceline.errors import CheckpointError, PacelineError, SettingError, UsageError, WorldError
 from paceline.run import Run, RunParts, observe, parts_of
 from paceline.step.excepthook import explain_uncaught
 from paceline.step.observer import StepObserver
@@ -59,6 +59,7 @@ def start(
     tf32: bool | None = None,
     reproducible: int | None = None,
     balance: bool | None = None,
+    peak_flops: str | None = None,
     init_method: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -101,6 +102,8 @@ def start(
             of processes changes during the run. The global batch is split into V shards (docs/reproducible.md).
         balance: give each process a share of every global batch that fits its speed, for devices that are not alike
             (docs/balance.md).
+        peak_flops: a device's peak, such as "989TFLOP/s", or "auto" to look it up. Then `run.log` and the summary show
+            the part of it that training reaches, the model FLOPs utilization (docs/logging.md).
         init_method: the rendezvous, such as "tcp://host:port" or "file:///path", as for
             torch.distributed.init_process_group. Replaces a launcher's environment.
         rank: this process's rank, with init_method.
@@ -136,6 +139,7 @@ def start(
         "tf32": tf32,
         "reproducible": reproducible,
         "balance": balance,
+        "peak_flops": peak_flops,
     }
     settings, notes = _settings(given)
     world = _world(init_method, rank, world_size)
@@ -154,16 +158,31 @@ def start(
         if line:
             print(f"paceline: {line}", file=sys.stderr)
     run = Run(world, settings, where, trial=spec is not None)
+    try:
+        _observe(run, spec)
+    except SettingError:
+        run.close()
+        raise
+    _open.append(run)
+    return run
+
+
+def _observe(run: Run, spec: TrialSpec | None) -> None:
+    """Attach the observers that the settings ask for, or the tool of a trial. Raises SettingError."""
+    settings = run.settings
     if spec is not None:
         tool = _trial_observer(spec)
         observe(run, lambda run, parts: tool(run, parts, spec))
     if settings.balance:
         _balance(run, spec)
+    if settings.peak_flops is not None and spec is None:
+        peak = settings.peak_flops
+        from paceline.utilization import Utilization  # it imports torch's counter, and sympy with it
+
+        observe(run, lambda run, parts: Utilization(run, parts, peak))
     if settings.trace is not None:
         path = settings.trace
         observe(run, lambda run, parts: Tracer(run, parts, path))
-    _open.append(run)
-    return run
 
 
 def _balance(run: Run, spec: TrialSpec | None) -> None:

@@ -356,7 +356,13 @@ class Monitor:
             return
         values = self._show(sums, note)
         if self._recorded:
-            standard = {"loss": self.view.loss, "lr": note.learning_rate, "examples_per_second": self.totals.rate()}
+            rate = self.totals.rate()
+            standard = {
+                "loss": self.view.loss,
+                "lr": note.learning_rate,
+                "examples_per_second": rate,
+                "mfu": self.totals.utilization(rate),
+            }
             known = {key: value for key, value in standard.items() if value is not None}
             self._record({**known, **values}, note.step, note.epoch)
 

@@ -158,6 +158,7 @@ class Totals:
         self.examples = 0  # of global batches, over all processes
         self.seconds = 0.0  # total duration of passes over the training data
         self.checkpoints, self.checkpoint_seconds = 0, 0.0  # number of checkpoints, and the time to write them
+        self._peak_rate: float | None = None  # examples per second at the peak FLOP/s of all devices; None: unknown
         # loader -> its `waited` (seconds) when its last pass began or ended
         self._loaders: dict[Loader, float] = {}
         self._began: float | None = None  # start of the current pass
@@ -182,6 +183,14 @@ class Totals:
         self.checkpoints += 1
         self.checkpoint_seconds += seconds
 
+    def set_flops(self, per_example: float, peak: float) -> None:
+        """Set the FLOPs of an example, and the peak FLOP/s of all devices, for `utilization`."""
+        self._peak_rate = peak / per_example
+
+    def utilization(self, rate: float | None) -> float | None:
+        """The part of the peak FLOP/s at this rate, in examples per second; None if unknown."""
+        return None if rate is None or self._peak_rate is None else rate / self._peak_rate
+
     def waited(self) -> float:
         """Seconds that this process has waited for data."""
         return sum(loader.waited for loader in self._loaders)
@@ -203,9 +212,11 @@ def at_end(totals: Totals, steps: int, world: World) -> str:
     """The summary line at the end of a run."""
     totals.end(time.perf_counter())
     seconds = max(totals.seconds, 1e-9)
-    waiting = 100 * min(totals.waited() / seconds, 1.0)
+    waiting, rate = 100 * min(totals.waited() / seconds, 1.0), totals.examples / seconds
+    used = totals.utilization(rate)
     text = (
-        f"{_count(steps, 'step')} in {duration(seconds)}, {amount(totals.examples / seconds)} examples/s, "
+        f"{_count(steps, 'step')} in {duration(seconds)}, {amount(rate)} examples/s, "
+        f"{'' if used is None else f'{100 * used:.1f}% of the peak FLOP/s (MFU), '}"
         f"{waiting:.0f}% of it waiting for data{' (rank 0)' if world.size > 1 else ''}"
     )
     if totals.checkpoints:

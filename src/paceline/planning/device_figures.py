@@ -42,3 +42,16 @@ DEVICES = {
     "l40s": DeviceFigures(362e12, 48e9, 32e9, None, "NVIDIA L40S data sheet"),
     "v100": DeviceFigures(125e12, 32e9, 150e9, None, "NVIDIA V100 data sheet, SXM2 32 GB, fp16"),
 }
+
+PRODUCTS = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100 80GB PCIe": "a100-pcie",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H200": "h200",
+    "NVIDIA L4": "l4",
+    "NVIDIA L40S": "l40s",
+    "Tesla V100-SXM2-32GB": "v100",
+}
+"""The name that torch.cuda.get_device_name returns -> the key in DEVICES."""

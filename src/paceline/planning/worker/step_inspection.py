@@ -1,7 +1,6 @@
 """Counts FLOPs, activations and outputs of layers in one global batch.
 
-FLOPs: torch's FlopCounterMode, which counts matrix products, convolutions and attention. Fused attention on a CPU is
-added here; its backward counts as two forwards.
+FLOPs: torch's FlopCounterMode (step/flops.py).
 
 Activations: tensors that autograd saves for the backward, each storage once, without parameters and buffers. A tensor
 belongs to the layer that runs when it is saved. The tensors that a checkpointed layer recomputes are not counted.
@@ -20,13 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from paceline.step.flops import flop_counter
 from paceline.strategies.tensor import tensor_plan
 from paceline.torch_private.core import (
     TorchDispatchMode,
     compiled_call,
     compiled_wrapper,
-    cpu_attention,
-    cpu_attention_backward,
 )
 
 TENSOR_SIZES = (2, 4, 8, 16)
@@ -43,22 +41,6 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_of(item)
-
-
-def _attention_flops(query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> int:
-    """Products of queries with keys, and of weights with values. Shapes: (batch, heads, length, width)."""
-    batch, heads, length, width = query
-    return int(2 * batch * heads * length * key[2] * (width + value[-1]))
-
-
-def _attention_backward_flops(gradient: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> int:
-    return 2 * _attention_flops(query, key, value)
-
-
-def flop_counter() -> FlopCounterMode:
-    """torch's counter, which also counts fused attention on a CPU."""
-    own = {cpu_attention: _attention_flops, cpu_attention_backward: _attention_backward_flops}
-    return FlopCounterMode(display=False, custom_mapping=own)
 
 
 class LiveBytes(TorchDispatchMode):
