@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 from benchmarks.suite import __main__ as suite
 from benchmarks.suite import contenders, figures, gpu, measure, models, page
-from tests.docs.test_figures import ROOT
 
 from paceline.config import parse_strategy
 
@@ -19,7 +17,7 @@ NO_SOURCES = models.Sources(Path("no.zip"), Path("no.txt"))
 
 
 def named(*names: str) -> list[contenders.Contender]:
-    return [one for one in contenders.CONTENDERS if one.name in names]
+    return [one for one in contenders.contenders(2) if one.name in names]
 
 
 @pytest.mark.parametrize(
@@ -37,11 +35,15 @@ def test_no_claim_below_the_spread(ratio: list[float], control: list[float], set
     assert page.ratio(ratio, control).startswith("≈") != settled
 
 
-def test_every_contender_has_a_name_of_its_own_and_can_be_parsed() -> None:
-    assert len({one.name for one in contenders.CONTENDERS}) == len(contenders.CONTENDERS)
-    for one in contenders.CONTENDERS:
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_every_contender_has_a_name_of_its_own_and_can_be_parsed(processes: int) -> None:
+    every = contenders.contenders(processes)
+    assert len({one.name for one in every}) == len(every)
+    for one in every:
         if one.kind == "paceline":
             parse_strategy(one.strategy)
+        if one.kind not in ("plain", "tensorflow"):
+            assert one.processes == processes
 
 
 def test_what_is_not_there_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,16 +75,12 @@ def test_a_contender_that_computes_something_else_is_left_out() -> None:
     assert skipped.keys() == {"DeepSpeed", "Accelerate"}
 
 
-def test_the_page_in_the_docs_is_what_its_file_gives(tmp_path: Path) -> None:
-    """Also with contenders that the suite no longer has: figures of some models stay when others are measured anew."""
+def test_the_page_in_the_docs_is_that_of_the_committed_files(tmp_path: Path) -> None:
     page.write(suite.RESULTS, tmp_path / "page.md")
     assert (tmp_path / "page.md").read_text() == suite.PAGE.read_text()
-
-
-def test_the_committed_page_is_that_of_the_committed_results() -> None:
-    results = ROOT / "benchmarks" / "results" / "bench.json"
-    document = json.loads(results.read_text())
-    assert (ROOT / "docs" / "benchmarks.md").read_text() == page.page(document, "benchmarks/results/bench.json")
+    for chart in (tmp_path / page.IMAGES).iterdir():
+        assert chart.read_text() == (suite.PAGE.parent / page.IMAGES / chart.name).read_text()
+    assert len([*(tmp_path / page.IMAGES).iterdir()]) == len([*(suite.PAGE.parent / page.IMAGES).iterdir()])
 
 
 @pytest.mark.full

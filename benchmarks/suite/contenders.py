@@ -1,4 +1,4 @@
-"""The contenders: tools that train the models. To add one, add a line to CONTENDERS. Does not import torch.
+"""The contenders: tools that train the models. To add one, add it to `contenders`. Does not import torch.
 
 All contenders of a run have the same model, initial weights, order, global batch and optimizer (models.py). Each is
 configured as its documentation recommends for CPUs, in float32.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,8 +17,8 @@ TENSORFLOW = ROOT / "build" / "tensorflow" / "bin" / "python"
 """A Python with tensorflow, made by `make bench`. PACELINE_TENSORFLOW names another."""
 
 REFERENCE = "one process, all threads"
-BY_HAND = "DDP by hand"
-AGAIN = "DDP by hand, again"
+BY_HAND = "hand-written"
+AGAIN = "hand-written, again"
 """The A/A control: the same contender twice."""
 ONE_THREAD = "one process, one thread"
 
@@ -27,13 +27,14 @@ ONE_THREAD = "one process, one thread"
 class Contender:
     name: str
     kind: str  # of torch_worker.py's KINDS, or "tensorflow"
-    processes: int = 2
-    threads: int = 1  # of each process; of tf.distribute, logical devices and threads of its one process
+    processes: int = 1
+    threads: int = 1  # of each process
     strategy: str = ""  # of Paceline
     # The statistics of batch norm: "global" or "shard"; "" with one replica, since both are the same.
     batch_norm: str = ""
     package: str | None = None  # a required package
     peer: bool = False  # whether it is another library to compare Paceline with
+    devices: int = 1  # logical devices of tf.distribute's one process
 
     def missing(self) -> str | None:
         """The reason why it cannot run here; None if it can."""
@@ -59,21 +60,36 @@ def tensorflow_python() -> Path:
 
 TUNED = "gradient_as_bucket_view=true,static_graph=true"
 
-CONTENDERS = [
-    Contender(REFERENCE, "plain", processes=1, threads=CORES),
-    Contender(ONE_THREAD, "plain", processes=1),
-    Contender(BY_HAND, "ddp", batch_norm="shard"),
-    Contender(AGAIN, "ddp", batch_norm="shard"),
-    Contender("Accelerate", "accelerate", batch_norm="shard", package="accelerate", peer=True),
-    Contender("Lightning Fabric", "fabric", batch_norm="shard", package="lightning", peer=True),
-    Contender("DeepSpeed", "deepspeed", batch_norm="shard", package="deepspeed", peer=True),
-    Contender("tf.distribute", "tensorflow", processes=1, threads=2, batch_norm="global", peer=True),
-    Contender("Paceline ddp", "paceline", strategy="ddp", batch_norm="global"),
-    Contender("Paceline ddp, gloo", "paceline", strategy=f"ddp:reducer=native,{TUNED}", batch_norm="global"),
-    Contender("Paceline shared", "paceline", strategy="shared", batch_norm="global"),
-]
 
-# Contenders of earlier runs: the file may still hold their figures.
-FORMER = [
-    Contender("Paceline ddp, shared memory", "paceline", strategy="ddp:reducer=shared_memory", batch_norm="global"),
-]
+def contenders(processes: int) -> list[Contender]:
+    """The contenders of a run with this number of processes. They share the cores.
+
+    With one process, the hand-written step has no DistributedDataParallel, and batch norm has one meaning.
+    """
+    several = processes > 1
+    threads = max(1, CORES // processes)
+    shard, whole = ("shard", "global") if several else ("", "")
+    by_hand = Contender(BY_HAND, "ddp" if several else "plain", processes, threads, batch_norm=shard)
+    found = [
+        by_hand,
+        replace(by_hand, name=AGAIN),
+        Contender("Accelerate", "accelerate", processes, threads, batch_norm=shard, package="accelerate", peer=True),
+        Contender("Lightning Fabric", "fabric", processes, threads, batch_norm=shard, package="lightning", peer=True),
+        Contender("DeepSpeed", "deepspeed", processes, threads, batch_norm=shard, package="deepspeed", peer=True),
+        Contender("tf.distribute", "tensorflow", 1, CORES, batch_norm=whole, peer=True, devices=processes),
+    ]
+    strategies = {"Paceline": "single"}
+    if several:
+        found[:0] = [Contender(REFERENCE, "plain", threads=CORES), Contender(ONE_THREAD, "plain")]
+        strategies = {
+            "Paceline ddp": "ddp",
+            "Paceline ddp, gloo": f"ddp:reducer=native,{TUNED}",
+            "Paceline shared": "shared",
+        }
+    return found + [
+        Contender(name, "paceline", processes, threads, strategy, whole) for name, strategy in strategies.items()
+    ]
+
+
+KINDS = {one.name: one for processes in (1, 2) for one in contenders(processes)}
+"""Every contender, by its name."""

@@ -33,7 +33,7 @@ import torch
 from benchmarks.suite.contenders import (
     AGAIN,
     BY_HAND,
-    CONTENDERS,
+    KINDS,
     ONE_THREAD,
     REFERENCE,
     ROOT,
@@ -71,6 +71,7 @@ class Group:
             "strategy": contender.strategy,
             "batch_norm": contender.batch_norm,
             "threads": contender.threads,
+            "devices": contender.devices,
             "folder": str(folder),
             "batch": of.global_batch,
             "optimizer": of.optimizer,
@@ -247,7 +248,7 @@ def _apart(model: Model, groups: dict[str, Group], skipped: dict[str, str]) -> d
     found = {}
     for title, group in list(groups.items()):
         shard = model.batch_norm and group.contender.batch_norm == "shard"
-        reference = groups.get(BY_HAND if shard else REFERENCE, group)
+        reference = groups.get(BY_HAND if shard else REFERENCE, groups.get(BY_HAND, group))
         pairs = zip(group.losses, reference.losses, strict=True)
         differences = [abs(a - b) / abs(b) for a, b in pairs]
         found[title] = max(differences) if all(map(math.isfinite, differences)) else math.inf
@@ -295,9 +296,8 @@ def best(speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
 
     With ratios of examples/s within rounds, to each other and to the hand-written contenders, with 95% intervals.
     """
-    kinds = {one.name: one for one in CONTENDERS}
-    ours = [title for title in speeds if kinds[title].kind == "paceline"]
-    peers = [title for title in speeds if kinds[title].peer]
+    ours = [title for title in speeds if KINDS[title].kind == "paceline"]
+    peers = [title for title in speeds if KINDS[title].peer]
     found: dict[str, Any] = {}
     if BY_HAND in speeds and AGAIN in speeds:
         found["control"] = ratios(speeds[AGAIN], speeds[BY_HAND])

@@ -109,9 +109,9 @@ def prepare(job: dict[str, Any]) -> tuple[Step, Callable[[], int]]:
     import keras
     import tensorflow as tf
 
-    devices = job["threads"]
-    tf.config.threading.set_intra_op_parallelism_threads(devices)
-    tf.config.threading.set_inter_op_parallelism_threads(devices)
+    devices = job["devices"]
+    tf.config.threading.set_intra_op_parallelism_threads(job["threads"])
+    tf.config.threading.set_inter_op_parallelism_threads(max(devices, job["threads"]))
     parts = [tf.config.LogicalDeviceConfiguration()] * devices
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
     strategy = tf.distribute.MirroredStrategy(
