@@ -35,6 +35,16 @@ def test_no_claim_below_the_spread(ratio: list[float], control: list[float], set
     assert page.ratio(ratio, control).startswith("≈") != settled
 
 
+def test_an_interval_has_the_spread_of_launches_in_it() -> None:
+    """Rounds that agree, in launches that do not: one launch alone would claim a difference."""
+    slow, fast = [0.90, 0.91, 0.90, 0.91], [1.10, 1.11, 1.10, 1.11]
+    assert figures.interval([slow])[2] < 0.92
+    middle, low, high = figures.interval([slow, fast, slow, fast])
+    assert middle == pytest.approx(1.005, abs=0.011)
+    assert low < 0.96
+    assert high > 1.05
+
+
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_every_contender_has_a_name_of_its_own_and_can_be_parsed(processes: int) -> None:
     every = contenders.contenders(processes)
@@ -87,10 +97,10 @@ def test_the_page_in_the_docs_is_that_of_the_committed_files(tmp_path: Path) -> 
 def test_contenders_really_take_turns() -> None:
     """One process, DDP by hand twice, and Paceline, on a model without data of its own."""
     chosen = named(REFERENCE, HAND, AGAIN, "Paceline ddp, gloo")
-    found = measure.measured("layers", chosen, NO_SOURCES, 1.0)
+    found = measure.measured("layers", chosen, NO_SOURCES, 1.0, 2)
     assert found["skipped"] == {}
     assert found["contenders"].keys() == {one.name for one in chosen}
-    assert found["rounds"] >= measure.LEAST_ROUNDS
+    assert found["rounds"] >= 2 * measure.LEAST_ROUNDS
     parameters, sent = found["parameters"], "sent MB a step, each process"
     for name in (HAND, "Paceline ddp, gloo"):  # a ring of two: each sends half of the gradients twice
         assert found["contenders"][name][sent] == pytest.approx(4e-6 * parameters, rel=0.1)

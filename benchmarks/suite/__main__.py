@@ -22,7 +22,7 @@ import torch
 from benchmarks.gpu.__main__ import machine
 from benchmarks.suite import gpu, page
 from benchmarks.suite.contenders import ROOT, contenders
-from benchmarks.suite.measure import measured
+from benchmarks.suite.measure import LAUNCHES, measured
 from benchmarks.suite.models import MODELS, NoData, Sources
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=[*MODELS, GPU], default=[*MODELS, GPU])
     parser.add_argument("--contenders", nargs="+", metavar="WORDS", help="those whose names contain one of these")
     parser.add_argument("--seconds", type=float, default=180.0, help="of rounds, for each model")
+    parser.add_argument("--launches", type=int, default=LAUNCHES, help="of each contender, for each model")
     parser.add_argument("--cifar10", type=Path, default=ROOT / "data" / "cifar-10-python.tar.gz", help="or cifar10.zip")
     parser.add_argument("--text", type=Path, default=ROOT / "data" / "tinyshakespeare" / "input.txt")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder of the JSON files")
@@ -59,7 +60,9 @@ def main() -> int:
             if name == GPU:
                 found = gpu.measured(options.seconds)
             else:
-                found = measured(name, chosen, Sources(options.cifar10, options.text), options.seconds)
+                found = measured(
+                    name, chosen, Sources(options.cifar10, options.text), options.seconds, options.launches
+                )
         except (NoData, gpu.NoDevice) as error:
             found = {"left_out": str(error)}
             print(f"  left out: {error}", flush=True)

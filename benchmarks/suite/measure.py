@@ -4,6 +4,9 @@ All contenders are started first, and wait. Each round asks each contender for a
 A block has the number of steps that take BLOCK_SECONDS by hand. While one contender computes, the others block on a
 read, and use no CPU. The seconds of a block are those of its slowest process. Speeds are compared within a round.
 
+All of that is done LAUNCHES times, since the speed of a process also depends on where its memory lies: the same
+program, started again, may be a tenth slower.
+
 The losses of the first steps, as means over processes, are compared with the reference: one process over the whole
 global batch. Contenders with batch norm over a shard are compared with hand-written DDP instead.
 """
@@ -18,7 +21,6 @@ import random
 import select
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,12 +42,13 @@ from benchmarks.suite.contenders import (
     Contender,
     tensorflow_python,
 )
-from benchmarks.suite.figures import interval, ratios
+from benchmarks.suite.figures import Launches, interval, middle, ratios
 from benchmarks.suite.models import BATCHES, MODELS, Model, Sources, started
 from benchmarks.suite.talk import JOB, SOCKET
 
 BLOCK_SECONDS = 0.4
-LEAST_ROUNDS = 5
+LAUNCHES = 4
+LEAST_ROUNDS = 5  # of a launch
 START_SECONDS = 240.0  # DeepSpeed compiles an extension at its first use
 EXTENSIONS = ROOT / "build" / "torch_extensions"  # a separate folder, so that no other program waits for the same files
 ROOM_MB = 1500.0  # memory that must be free after a contender has started
@@ -186,24 +189,30 @@ def _free_port() -> int:
         return port
 
 
-def measured(name: str, contenders: Sequence[Contender], sources: Sources, seconds: float) -> dict[str, Any]:
-    """The figures of a model. seconds: begin rounds for this long. Raises NoData."""
-    model = MODELS[name]
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, contextlib.ExitStack() as stack:
-        _write(Path(folder), model, sources)
-        groups, skipped = _started(name, contenders, Path(folder), stack)
-        parameters = sum(p.numel() for p in started(model).parameters())
-        apart = _apart(model, groups, skipped)
-        found = _rounds(groups, model, seconds, skipped)
-        memory = {title: group.ask(do="figures") for title, group in groups.items() if title in found["seconds"]}
+def measured(
+    name: str, contenders: Sequence[Contender], sources: Sources, seconds: float, launches: int = LAUNCHES
+) -> dict[str, Any]:
+    """The figures of a model. seconds: begin rounds for this long, in all launches together. Raises NoData."""
+    model, skipped = MODELS[name], dict[str, str]()
+    made: list[dict[str, Any]] = []
+    for number in range(launches):
+        left = [one for one in contenders if one.name not in skipped]
+        with tempfile.TemporaryDirectory(prefix="paceline-bench-") as folder, contextlib.ExitStack() as stack:
+            _write(Path(folder), model, sources)
+            groups, failed = _started(name, left, Path(folder), stack, quiet=number > 0)
+            skipped |= failed
+            apart = _apart(model, groups, skipped)
+            found = _rounds(groups, model, seconds / launches, skipped, seed=number)
+            memory = {title: group.ask(do="figures") for title, group in groups.items() if title in found["seconds"]}
+            made.append(found | {"memory": memory, "apart": apart})
     return {
         "about": model.about,
-        "parameters": parameters,
+        "parameters": sum(p.numel() for p in started(model).parameters()),
         "global_batch": model.global_batch,
         "optimizer": model.optimizer,
         "batch_norm": model.batch_norm,
         "skipped": skipped,
-        **_summary(model, found, memory, apart),
+        **_summary(model, made),
     }
 
 
@@ -216,7 +225,7 @@ def _write(folder: Path, model: Model, sources: Sources) -> None:
 
 
 def _started(
-    model: str, contenders: Sequence[Contender], folder: Path, stack: contextlib.ExitStack
+    model: str, contenders: Sequence[Contender], folder: Path, stack: contextlib.ExitStack, quiet: bool
 ) -> tuple[dict[str, Group], dict[str, str]]:
     """The contenders that can be measured, and the reasons why others cannot."""
     groups: dict[str, Group] = {}
@@ -236,7 +245,8 @@ def _started(
                 why = str(error)
         if why is not None:
             skipped[contender.name] = why
-        print(f"  {contender.name}: {'ready' if why is None else f'left out: {why}'}", flush=True)
+        if why is not None or not quiet:
+            print(f"  {contender.name}: {'ready' if why is None else f'left out: {why}'}", flush=True)
     return groups, skipped
 
 
@@ -259,7 +269,9 @@ def _apart(model: Model, groups: dict[str, Group], skipped: dict[str, str]) -> d
     return found
 
 
-def _rounds(groups: dict[str, Group], model: Model, seconds: float, skipped: dict[str, str]) -> dict[str, Any]:
+def _rounds(
+    groups: dict[str, Group], model: Model, seconds: float, skipped: dict[str, str], seed: int
+) -> dict[str, Any]:
     """Seconds per step and bytes sent per step, for each contender and round."""
     steps = 3
     for _ in range(2):  # warm up, and find the number of steps in a block
@@ -270,7 +282,7 @@ def _rounds(groups: dict[str, Group], model: Model, seconds: float, skipped: dic
         steps = max(3, round(BLOCK_SECONDS / took.get(BY_HAND, min(took.values()))))
     times: dict[str, list[float]] = {title: [] for title in groups}
     sent: dict[str, float] = {}
-    draw, end = random.Random(0), time.monotonic() + seconds
+    draw, end = random.Random(seed), time.monotonic() + seconds
     while time.monotonic() < end or len(next(iter(times.values()))) < LEAST_ROUNDS:
         for title in draw.sample(list(groups), len(groups)):
             with _or_left_out(title, groups, skipped):
@@ -291,8 +303,8 @@ def _or_left_out(title: str, groups: dict[str, Group], skipped: dict[str, str]) 
         del groups[title]
 
 
-def best(speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """The fastest of Paceline's strategies and of the other libraries, by their medians.
+def best(speeds: Mapping[str, Launches]) -> dict[str, Any]:
+    """The fastest of Paceline's strategies and of the other libraries.
 
     With ratios of examples/s within rounds, to each other and to the hand-written contenders, with 95% intervals.
     """
@@ -303,9 +315,9 @@ def best(speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         found["control"] = ratios(speeds[AGAIN], speeds[BY_HAND])
     if not ours:
         return found
-    first = found["ours"] = max(ours, key=lambda title: statistics.median(speeds[title]))
+    first = found["ours"] = max(ours, key=lambda title: middle(speeds[title]))
     if peers:
-        found["peer"] = max(peers, key=lambda title: statistics.median(speeds[title]))
+        found["peer"] = max(peers, key=lambda title: middle(speeds[title]))
         found["ours / peer"] = ratios(speeds[first], speeds[found["peer"]])
     for key, title in (("by hand", BY_HAND), ("all threads", REFERENCE), ("one thread", ONE_THREAD)):
         if title in speeds:
@@ -313,25 +325,30 @@ def best(speeds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     return found
 
 
-def _summary(model: Model, found: dict[str, Any], memory: dict[str, Any], apart: dict[str, float]) -> dict[str, Any]:
+def _summary(model: Model, made: list[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of all launches. Contenders that did not take part in each of them are left out."""
     rows = {}
-    times: dict[str, list[float]] = found["seconds"]
-    speeds = {title: [model.global_batch / value for value in values] for title, values in times.items()}
+    titles = [title for title in made[0]["seconds"] if all(title in launch["seconds"] for launch in made)]
+    times: dict[str, list[list[float]]] = {title: [launch["seconds"][title] for launch in made] for title in titles}
+    speeds = {title: [[model.global_batch / value for value in of] for of in times[title]] for title in titles}
     for title, values in speeds.items():
+        processes = [one for launch in made for one in launch["memory"][title]]
+        together = [sum(one["proportional MB"] for one in launch["memory"][title]) for launch in made]
         rows[title] = {
             "examples/s": [round(value, 2) for value in interval(values)],
-            "sent MB a step, each process": round(found["sent"][title] / 1e6, 3),
-            "peak resident MB, a process": round(max(one["peak resident MB"] for one in memory[title]), 1),
-            "proportional MB, all processes": round(sum(one["proportional MB"] for one in memory[title]), 1),
-            "losses apart": apart[title],
+            "sent MB a step, each process": round(made[0]["sent"][title] / 1e6, 3),
+            "peak resident MB, a process": round(max(one["peak resident MB"] for one in processes), 1),
+            "proportional MB, all processes": round(max(together), 1),
+            "losses apart": max(launch["apart"][title] for launch in made),
         }
         for name in (BY_HAND, REFERENCE):
             if name in speeds:
                 rows[title][f"x {name}"] = ratios(values, speeds[name])
     return {
-        "rounds": len(next(iter(times.values()))),
+        "launches": len(made),
+        "rounds": sum(len(next(iter(launch["seconds"].values()))) for launch in made),
         "best": best(speeds),
-        "steps_of_a_block": found["steps"],
+        "steps_of_a_block": made[0]["steps"],
         "contenders": rows,
-        "seconds_a_step": {title: [round(value, 6) for value in values] for title, values in times.items()},
+        "seconds_a_step": {title: [[round(value, 6) for value in of] for of in times[title]] for title in titles},
     }

@@ -33,7 +33,9 @@ tf.distribute on CPUs. `make bench` writes this page.
 - **Hand-written** is DistributedDataParallel, and with one process the plain step.
 - **Options**: `gradient_as_bucket_view` and `static_graph` for hand-written DDP, Accelerate, Fabric and
   `Paceline ddp, gloo`; ZeRO stage 0 for DeepSpeed; `channels_last` with torch, NHWC with TensorFlow.
-- **Speed**: the contenders take turns. Medians over rounds; ratios within a round, with their 95% bootstrap interval.
+- **Speed**: the contenders take turns, and are all launched several times, since the same program launched again may
+  be a tenth slower (its memory lies elsewhere). Shown is the mean over launches of the median over rounds; ratios are
+  taken within a round; with the 95% interval of a bootstrap over launches and rounds.
 - **≈** marks no difference: the interval contains 1, or the ratio is no further from 1 than the interval of the
   control (hand-written against itself).
 - **Check**: before timing, the losses of the first 4 steps must match one process over the whole global batch to 0.2%
@@ -109,7 +111,7 @@ def descriptions(documents: Documents) -> Iterator[str]:
 
 
 def rounds(processes: int, of: dict[str, Any]) -> str:
-    return f"n = {processes}: {of['rounds']} rounds of {of['steps_of_a_block']} steps"
+    return f"n = {processes}: {of['launches']} launches, {of['rounds']} rounds of {of['steps_of_a_block']} steps"
 
 
 def folded(command: str) -> str:
