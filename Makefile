@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-system conformance campaign silentdist chaos compat lint format bench overhead scale gpu gpu2 compare docs examples dist clean
+.PHONY: help setup demo test test-system conformance campaign silentdist chaos compat lint format bench bench-many overhead scale gpu gpu2 compare docs examples dist clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
@@ -100,6 +100,11 @@ scale: $(READY)  ## memory, messages and store operations of one of 2 to 1,024 e
 
 overhead: $(READY)  ## what a step costs beside hand-written DDP, in microseconds
 	@$(BIN)/paceline run --nproc 2 benchmarks/overhead.py
+
+# For a machine with at least as many cores as processes: with fewer, the processes wait for cores.
+bench-many: $(READY)  ## sums and steps of PROCESSES=8 processes of this machine, beside gloo and hand-written DDP: five minutes
+	@$(BIN)/paceline run --nproc $(or $(PROCESSES),8) benchmarks/shared_memory.py --json benchmarks/results/shared_memory_$(or $(PROCESSES),8).json
+	@$(BIN)/paceline run --nproc $(or $(PROCESSES),8) benchmarks/many.py --seconds 60 --json benchmarks/results/many_$(or $(PROCESSES),8).json
 
 build/tensorflow/.ready: benchmarks/suite/tensorflow.txt
 	@rm -rf build/tensorflow

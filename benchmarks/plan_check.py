@@ -239,6 +239,20 @@ _TITAN_NOTE = (
 )
 _NANOCHAT_NOTE = "Compiled; Muon and AdamW with sharded state, planned as stage 1."
 NANOCHAT_20 = Transformer(20, 1280, 10, 10, 5120, False, 65536, 2048)
+_MEGATRON = "Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
+_MEGATRON_NOTE = (
+    "The paper gives TFLOP/s by its equation 3, with recomputed layers; tokens per second follow from that. Each node "
+    "has 8 links of 200 Gbit/s."
+)
+
+
+def tokens_of(teraflops: float, layers: int, width: int) -> float:
+    """Tokens per second of a device, from that paper's TFLOP/s: 2,048 tokens, a vocabulary of 51,200."""
+    a_token = 96 * layers * width**2 * (1 + 2048 / (6 * width) + 51200 / (16 * layers * width))
+    return 1e12 * teraflops / a_token
+
+
+GPT_175B = Transformer(96, 12288, 96, 96, 49152, False, 51200, 2048, tied=True, recomputed=1.0)
 PUBLISHED = (
     Published("Llama 3.1 8B, 8 H100, eager", LLAMA_8B, "h100", 1, None, "fsdp:stage=3,mixed=bf16", 16, None, 5762,
               f"{_TITAN}, table 1", _TITAN_NOTE, 82.4),
@@ -255,6 +269,11 @@ PUBLISHED = (
     Published("nanochat d32, 8 H100", Transformer(32, 2048, 16, 16, 8192, False, 65536, 2048), "h100", 1, None,
               "fsdp:stage=1", 256, 8, 524_288 / 1.574 / 8, "karpathy/nanochat, run1000.sh, commit 06a1977",
               _NANOCHAT_NOTE),
+    Published("Megatron-LM, GPT 1.7B, 32 A100", Transformer(24, 2304, 24, 24, 9216, False, 51200, 2048, True, 1.0),
+              "a100", 4, 200e9, "ddp", 512, None, tokens_of(137, 24, 2304), f"{_MEGATRON}, table 1", _MEGATRON_NOTE),
+    *(Published(f"DeepSpeed ZeRO-3, GPT 175B, {nodes * 8} A100", GPT_175B, "a100", nodes, 200e9,
+                "fsdp:stage=3,mixed=bf16", 1536, None, tokens_of(teraflops, 96, 12288), f"{_MEGATRON}, table 2",
+                _MEGATRON_NOTE) for nodes, teraflops in ((48, 144), (96, 88), (192, 44))),
 )  # fmt: skip
 
 

@@ -31,8 +31,8 @@ import paceline
 from paceline.comm import shared_memory
 from paceline.comm.mesh import world_group
 
-SIZES = {"64 KB": 2**16, "1 MB": 2**20, "25 MB": 25 * 2**20, "100 MB": 100 * 2**20}
-SECONDS = 12.0  # for each size
+SIZES = {"4 KB": 2**12, "64 KB": 2**16, "1 MB": 2**20, "25 MB": 25 * 2**20, "100 MB": 100 * 2**20}
+SECONDS = 10.0  # for each size
 
 
 def measure(nbytes: int, ways: dict[str, Callable[[Tensor], Any]]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def test_whole_shards_are_distributed_where_they_have_a_fixed_size() -> None:
     assert weights is not None
     assert sizes_of(8, weights) == [6, 2]
     assert new_weights([20, 12], [0.1, 0.11], 8) is None  # a whole shard is too much
-    assert "8 shards are now split 6, 2 (were 4, 4)" in line(60, [16, 16], [0.1, 0.3], weights, 8)
+    assert "8 shards are now split 6, 2 (were 4, 4)" in line(60, [16, 16], [0.1, 0.3], weights, 8, "shard")
     sizes = ShardSizes()
     plan = DealtShards(8, (4, 5, 6, 7), 4, process=1).balanced(sizes)
     layout = plan.layout(32, None, (3, 1))

@@ -10,15 +10,18 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.comm import shared_memory
 from paceline.comm.mesh import world_group
 from paceline.comm.shared_memory import PART_BYTES, SharedMemory
+from paceline.compare.worker.resources import traffic
 from paceline.errors import UsageError
 
 pytestmark = pytest.mark.timeout(120)
@@ -61,6 +64,41 @@ def test_a_late_process_gets_what_the_others_have_long_had() -> None:
         flat = torch.full((3 * PART_BYTES // 4 + 1,), float(rank + number))
         memory.add(flat)
         assert (flat == sum(range(size)) + size * number).all()
+    memory.close()
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that operators read and write."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor):
+            into, source = args[:2]
+            self.nbytes += into.nbytes + source.nbytes + (into.nbytes if func is torch.ops.aten.add_.Tensor else 0)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.ranks(2, conformance=4, full=(8, 16))
+def test_it_moves_no_more_bytes_than_a_ring_through_sockets() -> None:
+    """Each process reads and writes 4 B + 3 (n - 1) / n B. gloo sends 2 (n - 1) / n B, measured, and receives as much:
+    each byte is copied into the kernel and out of it (2 reads and 2 writes), and half of them are added (3)."""
+    n, nbytes = dist.get_world_size(), 2**24  # a multiple of all these n
+    memory, flat = met(), torch.ones(nbytes // 4)
+    with Moved() as moved:
+        memory.add(flat)
+    assert (flat == n).all()
+    assert moved.nbytes == 4 * nbytes + 3 * nbytes * (n - 1) // n
+    dist.all_reduce(torch.ones(1))
+    before = traffic()
+    dist.all_reduce(flat)
+    dist.barrier()
+    after = traffic()
+    assert before is not None
+    assert after is not None
+    sent = after.sent - before.sent
+    assert sent == pytest.approx(2 * nbytes * (n - 1) / n, rel=0.01)
+    assert moved.nbytes <= (4 + 1.5) * sent
     memory.close()
 
 

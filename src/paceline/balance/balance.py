@@ -81,6 +81,7 @@ class Balance(StepObserver):
         self._checked, self._changed = 0, -APART  # the step of the last comparison, and of the last new cut
         self._cut: Weights = ()  # of the window's steps
         self._examples = 0  # of this process, in the open step
+        self._open = self._total = 0  # examples of all processes: in the open step, and in the largest step so far
 
     # --- events of the run
 
@@ -93,6 +94,8 @@ class Balance(StepObserver):
         self._waited[loader.name] = loader.waited
         self._time.begin(loader.fetched_at, waited)
         self._examples += request.examples
+        if request.micro == 0:
+            self._open += request.total
         cut = self._sizes.at(loader.name, request.epoch, request.step)
         if cut != self._cut:
             self._cut = cut
@@ -109,7 +112,7 @@ class Balance(StepObserver):
             self._waited.pop(loader.name, None)
         if loader.train and not whole:
             self._time.end()
-            self._examples = 0
+            self._examples = self._open = 0
 
     def after_step(self, acted: bool) -> None:
         if not acted:
@@ -118,7 +121,8 @@ class Balance(StepObserver):
         intervals = self._time.end()
         if intervals is not None and self._steps > WARM_UP:
             self._window.append(_Step(self._examples, intervals))
-        self._examples = 0
+        self._total = max(self._total, self._open)
+        self._examples = self._open = 0
         since = self._steps - self._checked
         # Independent replicas compare where they meet anyway, but not less often than a new cut may come.
         if since >= CHECK and (self._parts.strategy.synchronized() or since >= APART):
@@ -151,7 +155,8 @@ class Balance(StepObserver):
             shard = other["shard"]
             examples[shard] = other["examples"] / other["steps"]
             took[shard] = max(took[shard], other["seconds"] / other["steps"])
-        units = self._parts.strategy.plan.units(round(sum(examples)))
+        plan = self._parts.strategy.plan
+        units = plan.units(self._total)  # not the mean: the last global batch of an epoch may be short
         weights = new_weights(examples, took, units)
         if weights is None:
             return
@@ -162,7 +167,7 @@ class Balance(StepObserver):
         self._sizes.change(weights, planned)
         self._changed = self._steps
         if self._run.main:
-            print(f"paceline: {line(self._steps, examples, took, weights, units)}", file=sys.stderr)
+            print(f"paceline: {line(self._steps, examples, took, weights, units, plan.unit)}", file=sys.stderr)
 
 
 def split_unequally(parts: RunParts) -> None:
@@ -211,14 +216,15 @@ def new_weights(examples: Sequence[float], took: Sequence[float], units: int) ->
     return weights
 
 
-def line(step: int, examples: Sequence[float], took: Sequence[float], weights: Weights, units: int) -> str:
+def line(
+    step: int, examples: Sequence[float], took: Sequence[float], weights: Weights, units: int, unit: str = "example"
+) -> str:
     """The line that rank 0 prints about a new cut. Arguments: see `new_weights`."""
     total = sum(examples)
-    things = "examples" if units == round(total) else "shards"
     old = ", ".join(f"{count * units / total:.4g}" for count in examples)
     new = ", ".join(map(str, sizes_of(units, weights)))
     times = ", ".join(f"{1e3 * seconds:.3g}" for seconds in took)
     return (
-        f"balance, step {step}: {units} {things} are now split {new} (were {old}), because the processes took {times} "
+        f"balance, step {step}: {units} {unit}s are now split {new} (were {old}), because the processes took {times} "
         "ms of their own time for a step."
     )

@@ -160,6 +160,7 @@ class BatchPlan(ABC):
     bundled = False  # is a yield a bundle, which only a closure can compute?
     whole_shards = False  # does a yield hold all micro-batches of a shard, for the stages of a pipeline?
     in_step = True  # do all processes compute the same global batch at the same time?
+    unit = "example"  # what a new cut distributes: "example", or "shard"
     sequential = 0  # number of shards that this process yields in sequence; 0 for one shard, or all shards at once
 
     @abstractmethod
@@ -171,7 +172,7 @@ class BatchPlan(ABC):
         return () if self.shard_sizes is None else self.shard_sizes.plan(loader, epoch, step)
 
     def units(self, total: int) -> int:
-        """The number of things in a global batch of `total` examples that a new cut distributes."""
+        """The number of `unit`s in a global batch of `total` examples."""
         return total
 
     def mean_over(self, total: int, weights: Weights) -> int:
@@ -349,6 +350,8 @@ class DealtShards(ShardsInSequence):
     """
 
     process: int = 0
+
+    unit = "shard"
 
     def units(self, total: int) -> int:
         return self.shards
