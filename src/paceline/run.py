@@ -44,6 +44,7 @@ from paceline.state.sharded_export import bytes_of
 from paceline.state.state import State, fits, model_number
 from paceline.step import backends, deterministic
 from paceline.step.call_check import CallCheck, by_all
+from paceline.step.freed_memory import keep_freed_memory
 from paceline.step.guards import Guards
 from paceline.step.heartbeat import Heartbeat
 from paceline.step.messages import PREPARED_LATE, SAVED_IN_MID_BATCH, under_no_grad
@@ -185,6 +186,8 @@ class Run:
         self._on_evaluation_yield: tuple[YieldHook, ...] = ()
         self.closed = False
         self._put_backends_back = backends.apply(settings)
+        if device.type == "cpu":
+            keep_freed_memory()
         self._state.begin()
         self._choose_hooks()
 
