@@ -32,7 +32,7 @@ GPU = "gpu"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2, metavar="N", help="of each contender")
+    parser.add_argument("--processes", type=int, choices=(1, 2, 4, 8, 16), default=2, help="of each contender")
     parser.add_argument("--models", nargs="+", choices=[*MODELS, GPU], default=[*MODELS, GPU])
     parser.add_argument("--contenders", nargs="+", metavar="WORDS", help="those whose names contain one of these")
     parser.add_argument("--seconds", type=float, default=180.0, help="of rounds, for each model")
@@ -51,6 +51,9 @@ def main() -> int:
     ]
     if not chosen:
         parser.error(f"--contenders {options.contenders}: the names are {', '.join(one.name for one in every)}")
+    uneven = [name for name in options.models if name != GPU and MODELS[name].global_batch % options.processes]
+    if uneven:
+        parser.error(f"--processes {options.processes}: must divide the global batches of {', '.join(uneven)}")
     torch.set_num_threads(1)
     done = 0
     for name in options.models:

@@ -258,7 +258,8 @@ def _apart(model: Model, groups: dict[str, Group], skipped: dict[str, str]) -> d
     found = {}
     for title, group in list(groups.items()):
         shard = model.batch_norm and group.contender.batch_norm == "shard"
-        reference = groups.get(BY_HAND if shard else REFERENCE, groups.get(BY_HAND, group))
+        whole = model.batch_norm and group.contender.batch_norm == "global"
+        reference = groups.get(BY_HAND if shard else REFERENCE, group if whole else groups.get(BY_HAND, group))
         pairs = zip(group.losses, reference.losses, strict=True)
         differences = [abs(a - b) / abs(b) for a, b in pairs]
         found[title] = max(differences) if all(map(math.isfinite, differences)) else math.inf
@@ -283,7 +284,7 @@ def _rounds(
     times: dict[str, list[float]] = {title: [] for title in groups}
     sent: dict[str, float] = {}
     draw, end = random.Random(seed), time.monotonic() + seconds
-    while time.monotonic() < end or len(next(iter(times.values()))) < LEAST_ROUNDS:
+    while groups and (time.monotonic() < end or len(times[next(iter(groups))]) < LEAST_ROUNDS):
         for title in draw.sample(list(groups), len(groups)):
             with _or_left_out(title, groups, skipped):
                 told = groups[title].ask(do="steps", steps=steps)

@@ -9,6 +9,7 @@ not. A compiled model runs uncompiled in this batch, since compiled kernels cann
 from __future__ import annotations
 
 import contextlib
+import math
 
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ from paceline.planning.quantities import read_quantity
 from paceline.run import Run, RunParts
 from paceline.step.flops import LocalFlops
 from paceline.step.observer import StepObserver
-from paceline.torch_private.core import compiled_wrapper
 
 COUNTED = 1
 """The number of the global batch whose FLOPs are counted. The first one may initialise lazily."""
+
+TRIES = 5
+"""The largest number of global batches that are counted, if the earlier ones had no FLOPs."""
 
 
 def peak_of(text: str, device: torch.device, precision: str) -> float:
@@ -53,34 +56,55 @@ class Utilization(StepObserver):
                 "FLOPs are not counted. Leave out peak_flops, or use one process per device."
             )
         self._in_step = parts.strategy.plan.in_step
-        self._peak = peak_of(peak, run.device, run.settings.precision) * run.world.size
         self._totals: Totals = parts.totals
-        self._batches = 0  # global batches of training, so far
+        self._peak_error: SettingError | None = None
+        self._peak = 0.0
+        try:
+            self._peak = peak_of(peak, run.device, run.settings.precision)
+        except SettingError as error:
+            if run.world.size == 1 or run.device.type != "cpu":
+                raise
+            self._peak_error = error  # this process may be a parameter server, which computes nothing
+        self._loader: Loader | None = None  # the first training loader: the run's totals count its examples
+        self._batches = 0  # its global batches so far
+        self._tries = 0
         self._counter: LocalFlops | None = None  # while a global batch is counted
         self._counting = contextlib.ExitStack()
-        self._loader: Loader | None = None  # whose global batch is counted
+        self._flops = 0.0  # of the counted global batch, up to its last backward
         self._examples = 0
 
     def before_yield(self, loader: Loader) -> None:
         request = loader.current
         assert request is not None
-        ends = request.micro == 0 if loader is self._loader else not loader.train
-        if self._counter is not None and ends:
+        if self._counter is None:
+            return
+        if not loader.train:
+            self._counting.close()
+        elif loader is self._loader and request.micro == 0:
             self._finish()
 
     def after_yield(self, loader: Loader) -> None:
         request = loader.current
         assert request is not None
-        if not loader.train:
+        if self._loader is None and loader.train:
+            self._loader = loader
+            if self._peak_error is not None:
+                raise self._peak_error
+        if loader is not self._loader:
             return
-        if request.micro == 0 and self._batches <= COUNTED:
+        if request.micro == 0:
             if self._batches == COUNTED:
-                self._counter, self._loader = LocalFlops(), loader
+                self._counter, self._flops = LocalFlops(), 0.0
                 self._examples = request.total if self._in_step else 0
+                self._tries += 1
                 self._count()
             self._batches += 1
-        if self._counter is not None and loader is self._loader and not self._in_step:
+        if self._counter is not None and not self._in_step:
             self._examples += request.examples
+
+    def after_backward(self) -> None:
+        if self._counter is not None:
+            self._flops = float(self._counter.flops)
 
     def before_update(self, optimizer: torch.optim.Optimizer, holders: list[Tensor]) -> list[Tensor]:
         self._counting.close()
@@ -91,11 +115,13 @@ class Utilization(StepObserver):
             self._count()
 
     def before_end(self, loader: Loader, whole: bool) -> None:
-        if self._counter is None or loader is not self._loader:
+        if self._counter is None:
             return
-        if whole:
+        if not loader.train:  # an evaluation in the counted batch
+            self._count()
+        elif loader is self._loader and whole:
             self._finish()
-        else:  # perhaps on this process alone: count another global batch
+        elif loader is self._loader:  # perhaps on this process alone: count another global batch
             self._counting.close()
             self._counter, self._batches = None, COUNTED
 
@@ -106,17 +132,23 @@ class Utilization(StepObserver):
         """Count from here on."""
         assert self._counter is not None
         self._counting.close()
-        if compiled_wrapper() is not None:
-            self._counting.enter_context(torch.compiler.set_stance("force_eager"))
+        self._counting.enter_context(torch.compiler.set_stance("force_eager"))  # flex_attention compiles itself
         self._counting.enter_context(self._counter)
 
     def _finish(self) -> None:
         """Stop counting, and report. Collective, unless the processes are not in step."""
         self._counting.close()
         assert self._counter is not None
-        flops = float(self._counter.flops)
+        flops, peak = self._flops, self._peak
+        if self._counter.unknown:
+            flops = math.nan
         self._counter = None
         if self._in_step:
-            flops = sum(world_group().gather(flops, "the FLOPs of a global batch"))
-        if flops and self._examples:
-            self._totals.set_flops(flops / self._examples, self._peak)
+            everyone = world_group().gather([flops, peak], "the FLOPs of a global batch")
+            flops, peak = (sum(column) for column in zip(*everyone, strict=True))
+        else:
+            peak *= world_group().size
+        if flops > 0 and self._examples:
+            self._totals.set_flops(flops / self._examples, peak)
+        elif flops == 0 and self._tries < TRIES:  # an evaluation instead of a step, or no product: try another
+            self._batches = COUNTED

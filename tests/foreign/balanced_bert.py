@@ -60,7 +60,7 @@ def main(folder: Path) -> None:
     data = examples(tokenizer)
     loader = run.loader(data, global_batch=BATCH, shuffle=True, collate_fn=DataCollatorWithPadding(tokenizer))
     dies = "KILLED" in os.environ and run.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    run.restore(folder / "checkpoint")
+    run.restore(folder / "checkpoint", missing_ok=True)
     share = 0
     for _ in run.epochs(EPOCHS):
         for batch in loader:

@@ -21,6 +21,7 @@ from paceline.comm.mesh import world_group
 from paceline.errors import SettingError
 from paceline.planning.device_figures import DEVICES, PRODUCTS
 from paceline.run import parts_of
+from paceline.step.flops import LocalFlops
 from paceline.utilization import peak_of
 
 WIDTHS = (8, 24, 16, 8, 4)
@@ -63,9 +64,52 @@ def reached(strategy: str, micro_batch: int | None = None, form: str = "closure"
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize(("micro_batch", "form"), [(None, "closure"), (1, "loop"), (2, "closure")])
+@pytest.mark.parametrize(
+    ("micro_batch", "form"), [(None, "closure"), (1, "loop"), (2, "closure"), (None, "another forward")]
+)
 def test_the_flops_of_an_example_are_those_of_the_formula(micro_batch: int | None, form: str) -> None:
     assert reached("ddp", micro_batch, form) == EXPECTED / world_group().size
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("when", ["at the top", "between micro-batches"])
+def test_an_evaluation_in_the_counted_batch_does_not_count(when: str) -> None:
+    run = paceline.start(device="cpu", peak_flops="1FLOP/s", progress="lines")
+    model = net()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = TensorDataset(torch.randn(40, WIDTHS[0]), torch.randn(40, WIDTHS[-1]))
+    validation = run.loader(data, global_batch=BATCH, train=False)
+    micro_batch = BATCH // world_group().size // 2
+    train = run.loader(data, global_batch=BATCH, micro_batch=micro_batch)
+    for _ in range(2):
+        for batch in train:
+            assert train.current is not None
+            if train.current.micro == (when != "at the top"):
+                with torch.no_grad():
+                    for other in validation:
+                        model(other[0])
+            run.backward(loss_fn(model, batch))
+            run.step(optimizer)
+    totals = parts_of(run).totals
+    run.close()
+    assert totals.utilization(1.0) == EXPECTED / world_group().size
+
+
+@pytest.mark.ranks(1, 2)
+def test_of_two_loaders_the_first_ones_examples_count() -> None:
+    run = paceline.start(device="cpu", peak_flops="1FLOP/s", progress="lines")
+    model = net()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = TensorDataset(torch.randn(96, WIDTHS[0]), torch.randn(96, WIDTHS[-1]))
+    first = run.loader(data, global_batch=8, name="first")
+    second = run.loader(data, global_batch=24, name="second")
+    for one, other in zip(first, second, strict=False):
+        run.backward(loss_fn(model, one), of=first)
+        run.backward(loss_fn(model, other), of=second)
+        run.step(optimizer)
+    totals = parts_of(run).totals
+    run.close()
+    assert totals.utilization(1.0) == 4 * EXPECTED / world_group().size
 
 
 @pytest.mark.ranks(2)
@@ -76,6 +120,16 @@ def test_the_flops_of_an_example_are_those_of_the_formula(micro_batch: int | Non
 )  # fmt: skip
 def test_parts_of_a_batch_or_a_model_add_up(strategy: str, form: str) -> None:
     assert reached(strategy, form=form) == EXPECTED / 2
+
+
+def test_an_operator_of_higher_order_does_not_end_the_training() -> None:
+    """torch has a formula for flex_attention: products of queries with keys, and of weights with values."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    query, key, value = (torch.randn(2, 3, 16, 8) for _ in range(3))
+    with torch.compiler.set_stance("force_eager"), LocalFlops() as counter:
+        flex_attention(query, key, value)
+    assert counter.flops >= 2 * 2 * 3 * 16 * 16 * (8 + 8)
 
 
 def test_a_compiled_model_runs_uncompiled_in_the_counted_batch() -> None:
@@ -122,10 +176,14 @@ run.close()
 """
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "parameter_server"])
-def test_it_is_logged_and_stands_in_the_last_line(strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "processes", "devices"),
+    [("ddp", 2, 2), ("parameter_server", 2, 1), ("parameter_server:mode=async", 3, 2)],
+)
+def test_it_is_logged_and_stands_in_the_last_line(strategy: str, processes: int, devices: int, tmp_path: Path) -> None:
+    """Servers are no devices that compute."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "paceline", "run", "--nproc", "2", "--strategy", strategy]
+    command = [sys.executable, "-m", "paceline", "run", "--nproc", str(processes), "--strategy", strategy]
     command += ["--peak-flops", "1MFLOP/s", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -133,6 +191,8 @@ def test_it_is_logged_and_stands_in_the_last_line(strategy: str, tmp_path: Path)
     shown = [line for line in lines if "mfu" in line]
     assert shown, lines
     for line in shown:
-        assert line["mfu"] == pytest.approx(line["examples_per_second"] * 4 * 64 * 10 / 2e6)
+        assert line["mfu"] == pytest.approx(line["examples_per_second"] * 4 * 64 * 10 / (1e6 * devices))
     rate, used = re.search(r"([\d.,]+) examples/s, ([\d.]+)% of the peak FLOP/s \(MFU\)", done.stderr).groups()  # type: ignore[union-attr]
-    assert float(used) / 100 == pytest.approx(float(rate.replace(",", "")) * 4 * 64 * 10 / 2e6, rel=0.02, abs=0.001)
+    assert float(used) / 100 == pytest.approx(
+        float(rate.replace(",", "")) * 4 * 64 * 10 / (1e6 * devices), rel=0.02, abs=0.001
+    )

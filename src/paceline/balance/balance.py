@@ -57,7 +57,8 @@ _UNITS = 2**20  # the sum of all weights, about
 
 
 class _Step(NamedTuple):
-    examples: int
+    examples: int  # of this process
+    total: int  # of all processes
     intervals: list[tuple[Reading, Reading]]
 
 
@@ -81,7 +82,7 @@ class Balance(StepObserver):
         self._checked, self._changed = 0, -APART  # the step of the last comparison, and of the last new cut
         self._cut: Weights = ()  # of the window's steps
         self._examples = 0  # of this process, in the open step
-        self._open = self._total = 0  # examples of all processes: in the open step, and in the largest step so far
+        self._total = 0  # of all processes, in the open step
 
     # --- events of the run
 
@@ -95,7 +96,7 @@ class Balance(StepObserver):
         self._time.begin(loader.fetched_at, waited)
         self._examples += request.examples
         if request.micro == 0:
-            self._open += request.total
+            self._total += request.total
         cut = self._sizes.at(loader.name, request.epoch, request.step)
         if cut != self._cut:
             self._cut = cut
@@ -112,7 +113,7 @@ class Balance(StepObserver):
             self._waited.pop(loader.name, None)
         if loader.train and not whole:
             self._time.end()
-            self._examples = self._open = 0
+            self._examples = self._total = 0
 
     def after_step(self, acted: bool) -> None:
         if not acted:
@@ -120,9 +121,8 @@ class Balance(StepObserver):
         self._steps += 1
         intervals = self._time.end()
         if intervals is not None and self._steps > WARM_UP:
-            self._window.append(_Step(self._examples, intervals))
-        self._total = max(self._total, self._open)
-        self._examples = self._open = 0
+            self._window.append(_Step(self._examples, self._total, intervals))
+        self._examples = self._total = 0
         since = self._steps - self._checked
         # Independent replicas compare where they meet anyway, but not less often than a new cut may come.
         if since >= CHECK and (self._parts.strategy.synchronized() or since >= APART):
@@ -145,6 +145,7 @@ class Balance(StepObserver):
             "steps": len(steps),
             "examples": sum(examples for examples, _ in steps),
             "seconds": sum(took for _, took in steps),
+            "total": max((step.total for step in self._window), default=0),
             "planned": [[name, *position] for name, position in self._sizes.planned.items()],
         }
         everyone: list[Any] = world_group().gather(own, "the times of the processes")
@@ -156,7 +157,8 @@ class Balance(StepObserver):
             examples[shard] = other["examples"] / other["steps"]
             took[shard] = max(took[shard], other["seconds"] / other["steps"])
         plan = self._parts.strategy.plan
-        units = plan.units(self._total)  # not the mean: the last global batch of an epoch may be short
+        total = max(other["total"] for other in everyone)  # not the mean: an epoch's last global batch may be short
+        units = plan.units(total)
         weights = new_weights(examples, took, units)
         if weights is None:
             return

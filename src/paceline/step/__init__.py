@@ -9,6 +9,7 @@ precision.py, finite.py               autocast and the loss scale; gradients tha
 objective.py, learning_rate.py        optimizers that evaluate the loss themselves; larger batches
 guards.py, left_gradients.py, call_check.py, warm_up.py, preparable.py   detect misuse
 messages.py                           error messages
-backends.py, heartbeat.py             torch's switches; progress reports to the launcher
+backends.py, freed_memory.py, heartbeat.py   torch's switches; malloc; progress reports to the launcher
+flops.py                              counts FLOPs
 excepthook.py, observer.py            uncaught errors; tools that observe runs
 """

@@ -30,22 +30,28 @@ def flop_counter() -> FlopCounterMode:
 
 
 class LocalFlops(TorchDispatchMode):
-    """Counts the FLOPs that this process computes. flops: so far.
+    """Counts the FLOPs that this process computes. flops: so far. unknown: whether a formula has failed.
 
     torch's counter gives an operator of a DTensor its global shapes, on every process. This mode lets the DTensor run
     first, and counts the operators on its local parts.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
+        self.unknown = False
         self._formulas = flop_counter().flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in (Tensor, nn.Parameter) for kind in types):
             return NotImplemented
         found = func(*args, **(kwargs or {}))
-        formula = self._formulas.get(getattr(func, "overloadpacket", None))
+        formula = self._formulas.get(getattr(func, "overloadpacket", func))
         if formula is not None:
-            self.flops += formula(*args, **(kwargs or {}), out_val=found)
+            try:
+                self.flops += formula(*args, **(kwargs or {}), out_val=found)
+            except Exception:  # no reason to end a training
+                self.unknown = True
         return found

@@ -144,7 +144,7 @@ class _PlainComparison:
         differing = next((found for found in every if found), [])
         if not differing:
             found = self._subject.ranks_differ_later()
-            if found is not None and self._may_train_alone():
+            if found is not None and self._may_train_alone(found.step):
                 return self._local_sgd()
             found = found or scaled_twice or self._subject.overlap()
             return self._located(found) if found is not None else self._beyond(self._same(whole, tolerances))
@@ -208,7 +208,7 @@ class _PlainComparison:
             if cause is None or not cause.accused:
                 uneven = True
                 continue
-            if self._may_be_local_sgd(cause):
+            if self._may_be_local_sgd(cause, step):
                 return self._local_sgd()
             text = (
                 f"different. In update {step + 1}, the ranks' gradients are not combined evenly. In {len(wrong)} of "
@@ -222,7 +222,7 @@ class _PlainComparison:
                 return self._located(found)
             found = self._subject.ranks_differ_later()
             if found is not None:
-                return self._local_sgd() if self._may_train_alone() else self._located(found)
+                return self._local_sgd() if self._may_train_alone(found.step) else self._located(found)
         if self._fault is not None:
             return self._located(Answer(DIFFERENT, [claim_from("different, by the rules of paceline doctor.", ours)]))
         why = why if why.endswith(".") else f"{why}."
@@ -321,7 +321,7 @@ class _PlainComparison:
                 ours.name,
                 whole.name,
             )
-        if cause is not None and self._may_be_local_sgd(cause):
+        if cause is not None and self._may_be_local_sgd(cause, first.step):
             return self._local_sgd()
         if first.quantity == "gradient" and self._skips_evenly(first.step, whole, tolerances):
             return _unknown(
@@ -400,7 +400,7 @@ class _PlainComparison:
         mine = self._ours.gradients(step, 0)
         return explain(names, mine, theirs, pieces, before, lambda name: tolerances.gradient(name, theirs))
 
-    def _may_be_local_sgd(self, cause: Explanation) -> bool:
+    def _may_be_local_sgd(self, cause: Explanation, step: int) -> bool:
         """Whether ranks that train alone average their weights, or may do so after the last step.
 
         Doctor watches more steps, and finds replicas that part for good.
@@ -409,17 +409,20 @@ class _PlainComparison:
             return False
         if self._subject.averages_weights():
             return True
-        return len(cause.names) == len(self._ours.parameters) and self._may_train_alone()
+        return len(cause.names) == len(self._ours.parameters) and self._may_train_alone(step)
 
-    def _may_train_alone(self) -> bool:
-        """Whether ranks with different weights average them, or may do so after the last step."""
+    def _may_train_alone(self, step: int | None) -> bool:
+        """Whether ranks with different weights average them, or may do so after the last step.
+
+        step: the update after which the weights part.
+        """
         if self._subject.averages_weights():
             return True
         made, steps = self._ours.ranks[0]["made"], self._ours.step_records(0)
         asked = "comm_hook" in made or any("no_sync" in record.get("lines", ()) for record in steps)
         if "wrapper" in made and not asked:  # DistributedDataParallel is there to average gradients
             return False
-        return self._fault is None and not any(map(self._combined, range(self._ours.steps)))
+        return self._fault is None and not (step is not None and self._combined(step))
 
     def _combined(self, step: int) -> bool:
         """Whether the gradients of an update are combined over the ranks, as far as the runs show."""
