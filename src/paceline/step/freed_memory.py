@@ -4,7 +4,7 @@ By default glibc's malloc returns freed blocks to the kernel: large blocks at on
 heap. A step on a CPU frees its activations and gradients, and the next step allocates them again. The kernel then maps
 and clears each page of 4 KB anew, thousands of times in a step (benchmarks/page_faults.py).
 
-The peak of the memory may grow by some percent. What it has needed stays with the process until it ends.
+The peak of the memory may grow by some percent. The memory of the peak stays with the process until it ends.
 """
 
 from __future__ import annotations
