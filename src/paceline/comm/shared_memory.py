@@ -12,7 +12,7 @@ Parts alternate between the two halves of the memory. So a process can copy the 
 copies the last sum out.
 
 Each process reads and writes 4 B + 3 (n - 1) / n B for a tensor of B bytes. gloo's ring sends 2 (n - 1) / n B through
-sockets, which takes 11 (n - 1) / n B with the copies into and out of the kernel: as much for n = 2, more for larger n.
+sockets, which takes 11 (n - 1) / n B with the copies into and out of the kernel: equal for n = 2, more for larger n.
 Each element is summed by one process in rank order, so all processes always get the same bits.
 
 The memory is an anonymous file (memfd_create(2)), shared through the sockets of neighbours.py. The kernel frees it when
