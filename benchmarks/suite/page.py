@@ -41,7 +41,8 @@ tf.distribute on CPUs. `make bench` writes this page.
 - **≈** marks no difference: the interval contains 1, or the ratio is no further from 1 than the interval of the
   control (hand-written against itself).
 - **Check**: before timing, the losses of the first 4 steps must match one process over the whole global batch to 0.2%
-  (`mobilenet`: 2%). With batch norm per shard they must match hand-written DDP. The rest is left out.
+  (`mobilenet`: 2%); if that is not in the run, the hand-written step. With batch norm per shard they must match
+  hand-written DDP. The rest is left out.
 - **Memory** is the peak resident memory of the largest process, in MB.
 - The files also have ratios to one process, and bytes sent.
 """
