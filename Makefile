@@ -88,8 +88,9 @@ gpu2:  ## what two CUDA devices show: NCCL between them, overlap, a rank that fa
 	@$(MAKE) --no-print-directory gpu PART=several JSON=$(or $(JSON),benchmarks/results/gpu2.json) PAGE=$(or $(PAGE),benchmarks/gpu2.md)
 
 # PROCESSES=4 measures 4 processes of each contender. MODELS="mlp gpt" measures these alone, SECONDS each, and
-# CONTENDERS="hand ddp" those whose names contain one of these words; what the file has of other models stays. TensorFlow has an environment of its own, since it and torch want other
-# versions of the same packages. An hour for all, on a machine with nothing else to do.
+# CONTENDERS="hand ddp" those whose names contain one of these words; what the file has of other models stays.
+# TensorFlow has an environment of its own, since it and torch want other versions of the same packages. An hour for
+# all, on a machine with nothing else to do.
 SECONDS ?= 180
 bench: $(VENV)/.foreign $(VENV)/.deepspeed build/tensorflow/.ready  ## Paceline beside hand-written steps, Accelerate, Fabric, DeepSpeed and tf.distribute: docs/benchmarks.md
 	@$(BIN)/python -m benchmarks.suite --processes $(or $(PROCESSES),2) --seconds $(SECONDS) --cifar10 "$(CIFAR10)" --text "$(TEXT)" \

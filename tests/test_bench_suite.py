@@ -95,7 +95,7 @@ def test_the_page_in_the_docs_is_that_of_the_committed_files(tmp_path: Path) -> 
 
 @pytest.mark.full
 def test_contenders_really_take_turns() -> None:
-    """One process, DDP by hand twice, and Paceline, on a model without data of its own."""
+    """One process, the hand-written step twice, and Paceline, on a model without data of its own."""
     chosen = named(REFERENCE, HAND, AGAIN, "Paceline ddp, gloo")
     found = measure.measured("layers", chosen, NO_SOURCES, 1.0, 2)
     assert found["skipped"] == {}

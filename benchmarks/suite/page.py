@@ -34,7 +34,7 @@ tf.distribute on CPUs. `make bench` writes this page.
 - **Options**: `gradient_as_bucket_view` and `static_graph` for hand-written DDP, Accelerate, Fabric and
   `Paceline ddp, gloo`; ZeRO stage 0 for DeepSpeed; `channels_last` with torch, NHWC with TensorFlow.
 - **Memory of a step**: Paceline lets glibc's malloc keep freed memory (docs/settings.md), which other tools leave as it
-  is. On a CPU this is the largest part of its lead.
+  is. benchmarks/README.md has the effect of that alone.
 - **Speed**: the contenders take turns, and are all launched several times, since the same program launched again may
   be a tenth slower (its memory lies elsewhere). Shown is the mean over launches of the median over rounds; ratios are
   taken within a round; with the 95% interval of a bootstrap over launches and rounds.

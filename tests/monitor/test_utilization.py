@@ -167,7 +167,7 @@ from torch import nn
 run = paceline.start(log_dir="logs", log_every=1)
 model = nn.Linear(64, 10)
 model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randint(10, (64,)))
+data = torch.utils.data.TensorDataset(torch.randn(256, 64), torch.randint(10, (256,)))
 for x, y in run.loader(data, global_batch=8):
     run.backward(nn.functional.cross_entropy(model(x), y))
     run.step(optimizer)
