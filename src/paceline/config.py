@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.errors import SettingError, suggest
+from paceline.planning.quantities import read_quantity
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
 PRECISIONS_ELSEWHERE = {
@@ -145,6 +146,8 @@ class Settings:
         for setting in ("device", "log_dir", "trace", "peak_flops"):
             if not isinstance(getattr(self, setting), (str, type(None))):
                 raise SettingError(f"{setting}={getattr(self, setting)!r}: must be a string.")
+        if self.peak_flops not in (None, "auto"):
+            read_quantity("peak_flops", self.peak_flops, "flops")
         if self.reproducible is not None:
             _whole("reproducible", self.reproducible, 1, 2**16)
         if self.reproducible is not None and self.cudnn_benchmark:

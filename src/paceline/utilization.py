@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.comm.mesh import world_group
 from paceline.data.loader import Loader
-from paceline.errors import SettingError
+from paceline.errors import SettingError, warn
 from paceline.monitor.summary import Totals
 from paceline.planning.device_figures import DEVICES, PRODUCTS
 from paceline.planning.quantities import read_quantity
@@ -140,7 +140,8 @@ class Utilization(StepObserver):
         self._counting.close()
         assert self._counter is not None
         flops, peak = self._flops, self._peak
-        if self._counter.unknown:
+        if self._counter.unknown is not None:
+            warn(f"peak_flops: torch cannot count the FLOPs of {self._counter.unknown}, so the run shows no MFU.")
             flops = math.nan
         self._counter = None
         if self._in_step:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -174,6 +175,25 @@ def test_the_peak_of_a_device() -> None:
         assert peak_of("auto", torch.device("cuda", 0), "bf16") == 989e12
         with pytest.raises(SettingError, match="16-bit"):
             peak_of("auto", torch.device("cuda", 0), "fp32")
+
+
+def test_the_launcher_refuses_a_peak_that_it_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('started')\n")
+    line = [sys.executable, "-m", "paceline", "run", "--device", "cpu", "--nproc", "2", "--peak-flops", "many"]
+    done = subprocess.run([*line, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "started" not in done.stdout
+    assert "peak_flops many: write 989TFLOP/s" in done.stderr
+
+
+def test_a_formula_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*shapes: Any, **named: Any) -> int:
+        raise ValueError("no such layout")
+
+    formulas = dict.fromkeys([torch.ops.aten.addmm], fails)
+    monkeypatch.setattr("paceline.step.flops.flop_counter", lambda: SimpleNamespace(flop_registry=formulas))
+    with pytest.warns(UserWarning, match="torch cannot count the FLOPs of aten.addmm.default, so the run shows no MFU"):
+        assert reached("single") is None
 
 
 SCRIPT = """

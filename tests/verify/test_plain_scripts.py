@@ -364,6 +364,60 @@ def test_local_sgd_in_ddp_is_not_accused(tmp_path: Path) -> None:
     assert "local SGD" in done.stdout
 
 
+POST_LOCAL = """
+from contextlib import nullcontext
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(512, 8), torch.randint(3, (512,)))
+loader = DataLoader(data, batch_size=8, sampler=DistributedSampler(data))
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+WRAPPED = False
+if WRAPPED:
+    model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for i, (x, y) in enumerate(loader, 1):
+    optimizer.zero_grad()
+    with model.no_sync() if WRAPPED and i > 4 else nullcontext():
+        nn.functional.cross_entropy(model(x), y).backward()
+    if not WRAPPED and i <= 4:
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+    optimizer.step()
+    if i == 30:
+        for p in model.parameters():
+            dist.all_reduce(p.data)
+            p.data /= dist.get_world_size()
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrapped", ["False", "True"])
+def test_post_local_sgd_is_not_accused(tmp_path: Path, wrapped: str) -> None:
+    """Four updates with reduced gradients, then none, and an average after the last update that doctor watches."""
+    (tmp_path / "train.py").write_text(POST_LOCAL.replace("WRAPPED = False", f"WRAPPED = {wrapped}"))
+    done, _ = verify(tmp_path / "train.py", tmp_path, "--steps", "12")
+    assert done.returncode == UNKNOWN, done.stdout + done.stderr
+    assert "local SGD" in done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("wrapped", ["False", "True"])
+def test_gradients_that_are_reduced_at_first_only(tmp_path: Path, wrapped: str) -> None:
+    """The script ends without an average of the weights: doctor has seen all of it, and accuses it."""
+    never = POST_LOCAL.replace("WRAPPED = False", f"WRAPPED = {wrapped}").replace("i == 30", "i == 3000")
+    (tmp_path / "train.py").write_text(never)
+    done, _ = verify(tmp_path / "train.py", tmp_path, "--steps", "40")
+    assert done.returncode == DIFFERENT, done.stdout + done.stderr
+    cause = "Gradients are not reduced in the last micro-batch" if wrapped == "True" else "reduced none for it"
+    assert cause in done.stdout
+
+
 PARTED_LATE = """
 import torch
 import torch.distributed as dist

@@ -30,7 +30,7 @@ def flop_counter() -> FlopCounterMode:
 
 
 class LocalFlops(TorchDispatchMode):
-    """Counts the FLOPs that this process computes. flops: so far. unknown: whether a formula has failed.
+    """Counts the FLOPs that this process computes. flops: so far. unknown: the operator whose formula has failed.
 
     torch's counter gives an operator of a DTensor its global shapes, on every process. This mode lets the DTensor run
     first, and counts the operators on its local parts.
@@ -41,7 +41,7 @@ class LocalFlops(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
-        self.unknown = False
+        self.unknown: Any = None
         self._formulas = flop_counter().flop_registry
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,5 +53,5 @@ class LocalFlops(TorchDispatchMode):
             try:
                 self.flops += formula(*args, **(kwargs or {}), out_val=found)
             except Exception:  # no reason to end a training
-                self.unknown = True
+                self.unknown = func
         return found

@@ -418,8 +418,8 @@ class _PlainComparison:
         """
         if self._subject.averages_weights():
             return True
-        made, steps = self._ours.ranks[0]["made"], self._ours.step_records(0)
-        asked = "comm_hook" in made or any("no_sync" in record.get("lines", ()) for record in steps)
+        made, updates = self._ours.ranks[0]["made"], self._ours.ranks[0]["steps"]
+        asked = "comm_hook" in made or any("no_sync" in update.get("lines", ()) for update in updates)
         if "wrapper" in made and not asked:  # DistributedDataParallel is there to average gradients
             return False
         return self._fault is None and not (step is not None and self._combined(step))

@@ -203,6 +203,7 @@ class _StepRecorder:
             return
         made = self._steps.get(number, 0)
         if self._shared.steps is not None and made >= self._shared.steps:
+            log.record("limit")
             raise StepLimitReached(0)
         with log.overhead():
             mine = [p for p in parameters(optimizer) if p.requires_grad]

@@ -70,6 +70,7 @@ that recording took) and `at` ([file, line] of the script, or []). The other fie
     wait          A call waited for the device. kind, seconds
     trouble       text: of an error inside a recorder
     unseen        The recorders missed the import of torch. It is the only event of its rank
+    limit         Doctor ends the script: it has made the steps that --steps asks for
     end           The script has ended. failed: with an error?
 """
 
@@ -227,6 +228,11 @@ class RecordedRun:
         """Did the script finish on all ranks?"""
         last = [events[-1] if events else {} for events in self.ranks]
         return not self.cut and all(e.get("k") == "end" and not e.get("failed") for e in last)
+
+    @cached_property
+    def shortened(self) -> bool:
+        """Would the script have made more steps, had it not been ended?"""
+        return self.cut or self.has("limit")
 
     @cached_property
     def reduces_by_hand(self) -> bool:

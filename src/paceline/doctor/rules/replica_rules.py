@@ -217,6 +217,8 @@ def _divergence(run: RecordedRun) -> Iterator[Finding]:
         elif kind == "before":
             yield from _written_outside(run, opt, step, alike.get(opt), words)
         elif len(before) == len(per_rank):
+            if _left_alone(run, before):
+                return
             yield _find_cause(run, before, events, f"after step {step} {words}")
         else:
             yield finding_at("weights_differ", first["at"], f"after step {step} {words}")
@@ -287,6 +289,31 @@ def _written_outside(run: RecordedRun, opt: int, step: int, alike: int | None, w
         yield finding_at("written_outside", script_lines.weight_write(run, at) or at, evidence)
 
 
+def _left_alone(run: RecordedRun, before: list[Event]) -> bool:
+    """Were gradients reduced at first, but neither for this step nor for any later step of a shortened run?
+
+    Then the ranks may average their weights after the last recorded step (post-local SGD,
+    https://arxiv.org/abs/1808.07217). One step alone is the last of an epoch, and no phase of training.
+
+    Args:
+        before: the "before" event of each rank at the step.
+    """
+    if not run.shortened:
+        return False
+    for rank, e in zip(run.peers, before, strict=True):
+        events = run.ranks[rank]
+        first = len(_until(events, e)) - len(_since_step(events, e))
+        steps = sum(later["k"] == "before" for later in events[first:])
+        if steps < 2 or not any(map(_reduces, events[:first])) or any(map(_reduces, events[first:])):
+            return False
+    return True
+
+
+def _reduces(e: Event) -> bool:
+    """Does this event reduce gradients over the ranks?"""
+    return (e["k"] == "coll" and e.get("of") == "grad") or (e["k"] == "backward" and bool(e["synced"]))
+
+
 def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when: str) -> Finding:
     """The cause of weights that differ after a step, although they agreed at the last compared step before it."""
     given: list[Samples] = [e.get("grads") or {} for e in before]
@@ -314,6 +341,8 @@ def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when:
     if left is not None:
         when += f", and the script did not wait for {left[0]} of its asynchronous reductions, so they may be unfinished"
         return finding_at("gradients_differ", left[1], when, at)
+    if not any(map(_reduces, _since_step(run.ranks[0], before[0]))):
+        return finding_at("gradients_differ", at, f"{when}; the script reduced none for it, as it did for other steps")
     line = script_lines.gradient_write(run, at)
     return finding_at("gradients_differ", line or at, f"{when}, although gradients are reduced")
 
@@ -353,11 +382,16 @@ def _multiple(ours: list[float], theirs: list[float]) -> float | None:
     return factor if factor is not None and factor > 0 else None
 
 
+def _until(events: list[Event], before: Event) -> list[Event]:
+    """A rank's events up to the event `before`, without it."""
+    return list(takewhile(lambda e: e is not before, events))
+
+
 def _since_step(events: list[Event], before: Event, opt: int | None = None) -> list[Event]:
     """A rank's events from the last step of an optimizer (None: of any optimizer) to the event `before`."""
-    end = next(i for i, e in enumerate(events) if e is before)
-    steps = (i for i in range(end - 1, -1, -1) if events[i]["k"] == "step" and opt in (None, events[i]["opt"]))
-    return events[next(steps, 0) : end]
+    done = _until(events, before)
+    steps = (i for i in reversed(range(len(done))) if done[i]["k"] == "step" and opt in (None, done[i]["opt"]))
+    return done[next(steps, 0) :]
 
 
 def _under_ddp(run: RecordedRun, ranks: list[Event], names: set[str], when: str) -> Finding:

@@ -138,7 +138,7 @@ def _schedule_length(run: RecordedRun) -> Iterator[Finding]:
         last, count = steps[-1], len(steps)
         horizon, updates = last["horizon"], _updates(run, last)
         rates = [e["lr"][0] for e in updates if e["lr"] and e["lr"][0]]
-        whole = last["type"] in _WHOLE and horizon and run.completed and rates and size > 1
+        whole = last["type"] in _WHOLE and horizon and run.completed and not run.shortened and rates and size > 1
         if not whole or count < MIN_UPDATES or abs(count - len(updates)) > 1:
             continue
         lines, text, twice = _length_in_text(run, last)
