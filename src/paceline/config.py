@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.errors import SettingError, suggest
-from paceline.planning.quantities import read_quantity
+from paceline.quantities import read_quantity
 
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-params")
 PRECISIONS_ELSEWHERE = {

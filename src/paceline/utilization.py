@@ -19,7 +19,7 @@ from paceline.data.loader import Loader
 from paceline.errors import SettingError, warn
 from paceline.monitor.summary import Totals
 from paceline.planning.device_figures import DEVICES, PRODUCTS
-from paceline.planning.quantities import read_quantity
+from paceline.quantities import read_quantity
 from paceline.run import Run, RunParts
 from paceline.step.flops import LocalFlops
 from paceline.step.observer import StepObserver

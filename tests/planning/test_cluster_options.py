@@ -11,7 +11,7 @@ from paceline.planning.candidates import read_candidates
 from paceline.planning.cluster import Cluster, ClusterOptions, make_cluster, read_fraction
 from paceline.planning.device_figures import ANY_FRACTION, DEVICES, H100_FRACTION
 from paceline.planning.measurement import read_measurement
-from paceline.planning.quantities import read_quantity
+from paceline.quantities import read_quantity
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from paceline.errors import SettingError, suggest
 from paceline.planning.device_figures import ANY_FRACTION, DEVICES
-from paceline.planning.quantities import read_quantity
 from paceline.planning.ranges import Range
+from paceline.quantities import read_quantity
 
 
 @dataclass(frozen=True)
