@@ -173,6 +173,21 @@ def test_the_first_difference_of_replicas(ours: Any, theirs: Any, cause: str | N
     assert [f.cause for f in found] == ([cause] if cause else [])
 
 
+@pytest.mark.parametrize("shortened", [False, True])
+def test_averages_that_a_shortened_run_does_not_show(shortened: bool) -> None:
+    """The ranks may average their weights after the last step that was watched."""
+    sent = {"k": "coll", "op": "broadcast", "of": "weight", "at": AT}
+    events = [
+        [e for e in [one[0], sent, *one[1:]] if e.get("of") != "grad"]
+        for one in (replica(), replica(after=2.0, grads=2.0))
+    ]
+    for own in events if shortened else []:
+        own.insert(-1, {"k": "limit", "at": AT})
+    found = replica_rules.findings(RecordedRun(events))
+    assert [f.cause for f in found] == ["not_reduced"]
+    assert ("after these 2 steps (local SGD), give a larger --steps" in found[0].evidence) == shortened
+
+
 def test_a_rank_that_does_not_step() -> None:
     idle = [e for e in replica() if e["k"] not in ("before", "step")]
     found = replica_rules.findings(RecordedRun([replica(), idle]))

@@ -309,6 +309,13 @@ def _left_alone(run: RecordedRun, before: list[Event]) -> bool:
     return True
 
 
+def _unseen_averages(run: RecordedRun) -> str:
+    """What doctor cannot know of a shortened run whose ranks train alone; "" for a whole run."""
+    if not run.shortened:
+        return ""
+    return f". If the ranks average their weights after these {run.steps()} steps (local SGD), give a larger --steps"
+
+
 def _reduces(e: Event) -> bool:
     """Does this event reduce gradients over the ranks?"""
     return (e["k"] == "coll" and e.get("of") == "grad") or (e["k"] == "backward" and bool(e["synced"]))
@@ -323,7 +330,7 @@ def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when:
         return _optimizer_differs(run, before, after, when)
     when += f"; {_describe(differing, given[0], 'gradients')} at that step"
     if not run.reduces_gradients:
-        when += "; no gradients were reduced, neither by DDP nor by the script"
+        when += f"; no gradients were reduced, neither by DDP nor by the script{_unseen_averages(run)}"
         return finding_at("not_reduced", at, when, _averaged_copy_line(run, before[0]))
     if any(run.events(0, "ddp")):
         return _under_ddp(run, before, {name for name, _ in differing}, when)
@@ -417,6 +424,7 @@ def _under_ddp(run: RecordedRun, ranks: list[Event], names: set[str], when: str)
         usual = run.line("before", opt=before["opt"])
         line = before["at"] if usual != before["at"] else line  # a separate step for the rest of an epoch
         evidence = f"{when}; the last of {len(passes)} backward passes before the step ran under no_sync"
+        evidence += _unseen_averages(run)
         return finding_at("sync_off", line or passes[-1]["at"], evidence)
     if any(not e["synced"] and not e["local"] for e in passes):
         line = past[0]["at"] if past else script_lines.attribute_use(run, "module") or passes[-1]["at"]
