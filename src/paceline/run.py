@@ -481,9 +481,13 @@ class Run:
         return self.loader(RowDataset(global_batch, steps), global_batch=global_batch, **loading, **options)
 
     def _evaluation_plan(self) -> BatchPlan:
-        """The plan of an evaluation pass that begins now: a shard for each live process of the data-parallel group."""
-        data = self._strategy.mesh.data
-        return one_shard(data.size, data.rank)
+        """The plan of an evaluation pass that begins now: a shard for each live process of the data-parallel group.
+
+        With `balance`, the shards have the sizes of the latest cut.
+        """
+        data, sizes = self._strategy.mesh.data, self._strategy.plan.shard_sizes
+        plan = one_shard(data.size, data.rank)
+        return plan.with_cut(sizes.newest) if sizes is not None and len(sizes.newest) == data.size else plan
 
     def _on_yield(self, loader: Loader) -> None:
         self.latest = loader

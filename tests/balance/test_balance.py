@@ -170,6 +170,40 @@ def test_workers_micro_batches_losses_and_batch_norm(options: dict[str, Any]) ->
 
 @pytest.mark.conformance
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("given", [{}, {"reproducible": 8}, {"strategy": "local_sgd:every=4"}], ids=str)
+@pytest.mark.ranks(2, full=3)
+def test_an_evaluation_has_the_latest_shares(given: dict[str, Any]) -> None:
+    """The loss and the predictions are those of one process on all examples; so is the number of yields."""
+    whole = data()
+    with on_set_clock(), started(balance=True, progress="off", **given) as run:
+        net = Net(slow=run.rank == run.world_size - 1)
+        model, optimizer = run.prepare(net, adam(net))
+        test = run.loader(whole, global_batch=BATCH, train=False, micro_batch=2)
+        train = run.loader(whole, global_batch=BATCH)
+        equal = sum(test.examples for _ in test)
+        for _ in run.epochs(EPOCHS):
+            for batch in train:
+                run.backward(loss_fn(model, batch))
+                run.step(optimizer)
+        number = len(test)
+        shares = [test.examples for _ in test]
+        assert number == len(shares)
+        loss = paceline.evaluate(model, loss_fn, test, run=run)["loss"]
+        predicted = run.predict(model, whole, global_batch=BATCH)
+        own = torch.tensor([[equal, sum(shares)]])
+        everyone = run.gather(own)
+        assert everyone.sum(0).tolist() == [len(whole)] * 2
+        assert everyone[-1, 1] < everyone[-1, 0]
+        net.seconds = 0.0
+        with torch.no_grad():
+            inputs, targets = whole.tensors
+            expected = net(inputs)
+        assert (predicted - expected).abs().max() < 1e-12
+        assert abs(loss - F.mse_loss(expected, targets)) < 1e-12
+
+
+@pytest.mark.conformance
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("micro_batch", [None, 1])
 @pytest.mark.ranks(2, full=3)
 def test_reproducible_gives_the_same_bits_from_shards_by_speed(micro_batch: int | None) -> None:

@@ -11,7 +11,7 @@ which (shard, micro-batch) pairs this process computes, and when:
     WorkQueue           chunks of global batches, assigned to processes as they become free
 
 A plan is immutable. Its shards are of equal size, up to one example, unless it has `shard_sizes`: then their
-sizes may change from one global batch to the next (shard_sizes.py).
+sizes may change from one global batch to the next (shard_sizes.py). In an evaluation they are `fixed`.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ class BatchPlan(ABC):
     shards: int  # number of shards per global batch
     mine: tuple[int, ...]  # the shards that this process computes
 
-    shard_sizes: ShardSizes | None = field(default=None, kw_only=True)  # None: all are of equal size
+    shard_sizes: ShardSizes | None = field(default=None, kw_only=True)  # of training; None: see `fixed`
+    fixed: Weights = field(default=(), kw_only=True)  # the sizes in every global batch; (): all are of equal size
 
     bundled = False  # is a yield a bundle, which only a closure can compute?
     whole_shards = False  # does a yield hold all micro-batches of a shard, for the stages of a pipeline?
@@ -169,7 +170,7 @@ class BatchPlan(ABC):
 
     def weights(self, loader: str, epoch: int, step: int) -> Weights:
         """The weights of the shards in a global batch that this process is about to plan."""
-        return () if self.shard_sizes is None else self.shard_sizes.plan(loader, epoch, step)
+        return self.fixed if self.shard_sizes is None else self.shard_sizes.plan(loader, epoch, step)
 
     def units(self, total: int) -> int:
         """The number of `unit`s in a global batch of `total` examples."""
@@ -194,7 +195,10 @@ class BatchPlan(ABC):
                 "with balance=True and micro_batch, the number of micro-batches follows the size of the largest shard, "
                 "which is measured. Use loader.steps, the number of updates."
             )
-        return sum(number * len(self.yields(self.micro_batches(size, micro_batch))) for size, number in sizes.items())
+        return sum(
+            number * len(self.yields(self.micro_batches(size, micro_batch, self.fixed)))
+            for size, number in sizes.items()
+        )
 
     def layout(self, total: int, micro_batch: int | None, weights: Weights = ()) -> Layout:
         """How a global batch of `total` examples becomes the yields of this process."""
@@ -296,7 +300,11 @@ class BatchPlan(ABC):
 
     def balanced(self, sizes: ShardSizes | None) -> BatchPlan:
         """This plan with shards of these sizes; None: of equal size."""
-        return replace(self, shard_sizes=sizes)
+        return replace(self, shard_sizes=sizes, fixed=())
+
+    def with_cut(self, weights: Weights) -> BatchPlan:
+        """This plan with shards of these sizes in every global batch."""
+        return replace(self, fixed=weights)
 
     def shifted(self) -> BatchPlan:
         """This plan with the next process's shards. `paceline verify` uses it to check whether a model depends on the

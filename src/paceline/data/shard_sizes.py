@@ -22,11 +22,12 @@ class ShardSizes:
 
     Attributes:
         planned: loader -> the position that this process has planned last.
+        newest: the latest cut.
     """
 
     def __init__(self) -> None:
         self.planned: dict[str, Position] = {}
-        self._first: Weights = ()  # the cut of loaders without an entry, and before its first entry
+        self.newest: Weights = ()  # also the cut of loaders without an entry, and before its first entry
         self._cuts: dict[str, list[tuple[Position, Weights]]] = {}  # ascending
 
     def at(self, loader: str, epoch: int, step: int) -> Weights:
@@ -34,7 +35,7 @@ class ShardSizes:
         for position, weights in reversed(self._cuts.get(loader, ())):
             if position <= (epoch, step):
                 return weights
-        return self._first
+        return self.newest
 
     def plan(self, loader: str, epoch: int, step: int) -> Weights:
         """The cut at a position that this process is about to plan."""
@@ -49,10 +50,10 @@ class ShardSizes:
         """
         for loader, (epoch, step) in planned.items():
             start = epoch, step + 1
-            cuts = self._cuts.setdefault(loader, [((0, 0), self._first)])
+            cuts = self._cuts.setdefault(loader, [((0, 0), self.newest)])
             cuts[:] = [cut for cut in cuts if cut[0] < start]
             cuts.append((start, weights))
-        self._first = weights
+        self.newest = weights
 
 
 @lru_cache(maxsize=256)

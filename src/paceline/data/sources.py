@@ -307,7 +307,8 @@ class StreamSource(Source):
         self._fetcher.epoch, self._fetcher.start, self._fetcher.probing = epoch, start, self.probing
         plan = self.plan()
         # A worker plans in its own process, where it would not see a new cut.
-        self._fetcher.plan = plan.balanced(None) if self.options["num_workers"] else plan
+        sees_cuts = plan.shard_sizes is None or not self.options["num_workers"]
+        self._fetcher.plan = plan if sees_cuts else plan.balanced(None)
         fetched = iter(self.data_loader(self._fetcher, None))
         limit = self.limit()
         return fetched if limit is None else _first_steps(fetched, start, limit)
@@ -322,12 +323,12 @@ class StreamSource(Source):
 
 
 class ShardSource(Source):
-    """A data set of shards. Each process reads its share of them (shard_pass.py)."""
+    """A data set of shards. Each process reads its share of them (shard_pass.py), and computes as many examples."""
 
     def __init__(
         self, dataset: Any, shards: Shards, given: LoaderArguments, seed: int, plan: Callable[[], BatchPlan]
     ) -> None:
-        super().__init__(dataset, given, seed, plan)
+        super().__init__(dataset, given, seed, lambda: plan().balanced(None))
         assert given.global_batch is not None
         self._shards, self._shuffle, self._batch = shards, given.shuffle, given.global_batch
         self._count = stream_count(shards.count, given.global_batch)
@@ -350,7 +351,7 @@ class ShardSource(Source):
         dealt = list(order.order_of(len(numbers), self.seed, self.name, epoch)[:]) if self._shuffle else list(numbers)
         mine = [[int(shard) for shard in dealt[stream::count]] for stream in range(count)]
         self._reader.begin(epoch, mine, lengths)
-        plan, whole, limit = self.plan().balanced(None), self.collator.scope == "global", self.limit()
+        plan, whole, limit = self.plan(), self.collator.scope == "global", self.limit()
         made = ShardPass(
             self.name,
             epoch,
