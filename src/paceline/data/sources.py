@@ -323,7 +323,7 @@ class StreamSource(Source):
 
 
 class ShardSource(Source):
-    """A data set of shards. Each process reads its share of them (shard_pass.py), and computes as many examples."""
+    """A data set of shards. Each process reads and computes its share of them (shard_pass.py)."""
 
     def __init__(
         self, dataset: Any, shards: Shards, given: LoaderArguments, seed: int, plan: Callable[[], BatchPlan]
