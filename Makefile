@@ -139,7 +139,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "make: '$(PYTHON)' is $$($(PYTHON) --version 2>&1). The pinned environment (constraints.txt) needs Python 3.11 or newer;" >&2; \
 	  echo "      Paceline itself runs on 3.10 too. Name one: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
-	@rm -rf $(VENV)
+	@test ! -e $(VENV) || test -e $(VENV)/.by-make || test -e $@ || { \
+	  echo "make: $(VENV) was not made by make, and setting it up would delete it. Move it, or name another: make VENV=env $(MAKECMDGOALS)" >&2; exit 1; }
+	@rm -rf $(VENV) && mkdir -p $(VENV) && touch $(VENV)/.by-make
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version): about 1 GB to fetch, one to five minutes, once."
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
 	  echo "make: '$(PYTHON) -m venv' failed. On Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }

@@ -71,9 +71,9 @@ def start(
 
     Args:
         strategy: "single" (the default for one process), "ddp" (the default for several processes), "data_parallel",
-            "mirrored", "central_storage", "shared", "fsdp", "tensor", "ulysses", "pipeline", "local_sgd",
-            "diloco", "parameter_server" or "deepspeed". With options: "ddp:bucket_mb=50,static_graph=true" or
-            paceline.strategy("ddp", bucket_mb=50).
+            "mirrored", "central_storage", "shared", "fsdp", "tensor", "fsdp+tensor", "ulysses", "fsdp+ulysses",
+            "pipeline", "local_sgd", "diloco", "parameter_server" or "deepspeed". With options:
+            "ddp:bucket_mb=50,static_graph=true" or paceline.strategy("ddp", bucket_mb=50).
         precision: "fp32", "bf16", "fp16" or "bf16-params".
         seed: seed of all randomness: initialisation, order, augmentation, noise. Default: 0.
         batch_norm: "global": statistics over the global batch, as on one device. "shard": statistics over each shard,

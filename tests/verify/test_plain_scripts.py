@@ -418,6 +418,15 @@ def test_gradients_that_are_reduced_at_first_only(tmp_path: Path, wrapped: str) 
     assert cause in done.stdout
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("option", ["--strategy fsdp", "--precision bf16", "--batch-norm shard", "--seed 3"])
+def test_settings_of_paceline_are_not_ignored(tmp_path: Path, option: str) -> None:
+    (tmp_path / "train.py").write_text(POST_LOCAL)
+    done, _ = verify(tmp_path / "train.py", tmp_path, *option.split())
+    assert done.returncode == UNKNOWN, done.stdout + done.stderr
+    assert f"the script does not use Paceline, so verify cannot apply {option}." in done.stdout
+
+
 PARTED_LATE = """
 import torch
 import torch.distributed as dist

@@ -67,6 +67,12 @@ def _decided(runs: Runs) -> Answer:
     first = ours.ranks[0]
     runs.plain = first.get("kind") == "plain"
     if runs.plain:
+        without_effect = _options_of_paceline(runs)
+        if without_effect:
+            return _could_not_tell(
+                f"the script does not use Paceline, so verify cannot apply {without_effect}. It takes such a script as "
+                "it is: leave out settings of Paceline."
+            )
         return decide_plain(runs, ours)
     if first["chunks"]:
         return _could_not_tell(
@@ -95,6 +101,15 @@ def _decided(runs: Runs) -> Answer:
         answer = answer_different([difference], replace(cause, shown_by=(ours,)), ours.steps, [ours])
         return FaultLocator(runs, ours, None, dropout_off=False).locate(answer, [difference])
     return _answer_step_by_step(Comparison(runs, ours))
+
+
+def _options_of_paceline(runs: Runs) -> str:
+    """The options of the command that change the settings of a script with Paceline, as text; "" without any."""
+    options = runs.options
+    given = {"strategy": options.strategy, "precision": options.precision, **options.script.settings}
+    return ", ".join(
+        f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value is not None and name != "device"
+    )
 
 
 def _could_not_tell(why: str, *runs: str, cause: str | None = None, without: Collection[str] = ()) -> Answer:
