@@ -192,7 +192,7 @@ def test_the_prose_of_a_first_page_quotes_no_figure(page: str) -> None:
 
 def compared(document: dict[str, Any]) -> str:
     """What `paceline compare` printed when it wrote the file."""
-    rows = [entry | {"loss_difference_cause": None} for entry in document["rows"]]
+    rows = [{"loss_difference_cause": None} | entry for entry in document["rows"]]
     text = render_table(rows)
     return f"{text}\n{document['verdict']['sentence']}" if document["verdict"] else text.rstrip("\n")
 
