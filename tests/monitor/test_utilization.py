@@ -151,6 +151,7 @@ def test_an_operator_of_higher_order_does_not_end_the_training() -> None:
     assert (totals.utilization(1.0) or 0) >= 2 * 2 * 16 * 8 * 24
 
 
+@pytest.mark.conformance
 def test_a_compiled_model_runs_uncompiled_in_the_counted_batch() -> None:
     pytest.importorskip("torch._inductor")
     assert reached("single", compile=True) == EXPECTED
