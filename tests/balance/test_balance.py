@@ -179,6 +179,7 @@ def test_an_evaluation_has_the_latest_shares(given: dict[str, Any]) -> None:
         net = Net(slow=run.rank == run.world_size - 1)
         model, optimizer = run.prepare(net, adam(net))
         test = run.loader(whole, global_batch=BATCH, train=False, micro_batch=2)
+        in_worker = run.loader(Stream(), global_batch=BATCH, train=False, num_workers=1)
         train = run.loader(whole, global_batch=BATCH)
         equal = sum(test.examples for _ in test)
         for _ in run.epochs(EPOCHS):
@@ -190,10 +191,11 @@ def test_an_evaluation_has_the_latest_shares(given: dict[str, Any]) -> None:
         assert number == len(shares)
         loss = paceline.evaluate(model, loss_fn, test, run=run)["loss"]
         predicted = run.predict(model, whole, global_batch=BATCH)
-        own = torch.tensor([[equal, sum(shares)]])
+        own = torch.tensor([[equal, sum(shares), sum(in_worker.examples for _ in in_worker)]])
         everyone = run.gather(own)
-        assert everyone.sum(0).tolist() == [len(whole)] * 2
+        assert everyone.sum(0).tolist() == [len(whole)] * 3
         assert everyone[-1, 1] < everyone[-1, 0]
+        assert everyone[-1, 2] == everyone[-1, 1]
         net.seconds = 0.0
         with torch.no_grad():
             inputs, targets = whole.tensors

@@ -127,6 +127,9 @@ def test_a_length_that_is_an_attribute(length: str, horizon: int, line: str | No
     for finding in found:
         assert "Cosine" in lines[int(finding.at.rpartition(":")[2]) - 1]
         assert str(line) in lines[int(finding.beside.rpartition(":")[2]) - 1]
+    shortened = [*events[:-1], {"k": "limit", "at": []}, events[-1]]  # it might have made all steps of the schedule
+    found = schedule_rules.findings(RecordedRun([shortened, shortened]))
+    assert "schedule_length" not in {finding.cause for finding in found}
 
 
 # --- the learning rate and the batch

@@ -414,7 +414,7 @@ def test_gradients_that_are_reduced_at_first_only(tmp_path: Path, wrapped: str) 
     (tmp_path / "train.py").write_text(never)
     done, _ = verify(tmp_path / "train.py", tmp_path, "--steps", "40")
     assert done.returncode == DIFFERENT, done.stdout + done.stderr
-    cause = "Gradients are not reduced in the last micro-batch" if wrapped == "True" else "reduced none for it"
+    cause = "Gradients are not reduced in the last micro-batch" if wrapped == "True" else "reduced none of them"
     assert cause in done.stdout
 
 

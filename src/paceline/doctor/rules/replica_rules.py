@@ -349,7 +349,9 @@ def _find_cause(run: RecordedRun, before: list[Event], after: list[Event], when:
         when += f", and the script did not wait for {left[0]} of its asynchronous reductions, so they may be unfinished"
         return finding_at("gradients_differ", left[1], when, at)
     if not any(map(_reduces, _since_step(run.ranks[0], before[0]))):
-        return finding_at("gradients_differ", at, f"{when}; the script reduced none for it, as it did for other steps")
+        return finding_at(
+            "gradients_differ", at, f"{when}; the script reduced none of them, although it did at other steps"
+        )
     line = script_lines.gradient_write(run, at)
     return finding_at("gradients_differ", line or at, f"{when}, although gradients are reduced")
 
