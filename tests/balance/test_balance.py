@@ -170,7 +170,9 @@ def test_workers_micro_batches_losses_and_batch_norm(options: dict[str, Any]) ->
 
 @pytest.mark.conformance
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("given", [{}, {"reproducible": 8}, {"strategy": "local_sgd:every=4"}], ids=str)
+@pytest.mark.parametrize(
+    "given", [{}, {"strategy": "fsdp"}, {"reproducible": 8}, {"strategy": "local_sgd:every=4"}], ids=str
+)
 @pytest.mark.ranks(2, full=3)
 def test_an_evaluation_has_the_latest_shares(given: dict[str, Any]) -> None:
     """The loss and the predictions are those of one process on all examples; so is the number of yields."""
