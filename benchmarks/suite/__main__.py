@@ -71,7 +71,7 @@ def main() -> int:
             print(f"  left out: {error}", flush=True)
         else:
             done += 1
-        shown = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]  # hide local paths
+        shown = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]  # hide local paths
         found |= {
             "command": shlex.join(["python", "-m", "benchmarks.suite", *shown]),
             "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),

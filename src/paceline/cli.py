@@ -561,6 +561,7 @@ def doctor(context: click.Context, script: str, args: tuple[str, ...], **options
 )  # fmt: skip
 @click.option("--strategy", metavar="NAME[:KEY=VALUE,...]", help="Verify this strategy. Default: the script's.")
 @click.option("--precision", metavar="NAME", help="Compute in fp32, bf16, fp16 or bf16-params.")
+@click.option("--balance/--no-balance", default=None, help="Verify shares of unequal size, as --balance cuts them.")
 @click.option("--steps", type=int, default=20, show_default=True, metavar="N", help="Compare N steps.")
 @click.option(
     "--deadline", type=float, default=300.0, show_default=True, metavar="SECONDS", help="Stop a run after SECONDS."
@@ -578,7 +579,7 @@ def verify(context: click.Context, script: str, args: tuple[str, ...], module: b
     from paceline.verify import verify_command
     from paceline.verify.runs import VerifyOptions
 
-    shared = {name: options.pop(name) for name in ("device", "seed", "batch_norm", "config")}
+    shared = {name: options.pop(name) for name in ("device", "seed", "batch_norm", "balance", "config")}
     given = {name: value for name, value in shared.items() if value is not None}
     try:
         context.exit(verify_command.verify(VerifyOptions(Script(script, args, module, given), **options)))

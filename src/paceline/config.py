@@ -30,6 +30,7 @@ PRECISIONS_ELSEWHERE = {
 }
 BATCH_NORMS = ("global", "shard")
 NOISES = ("shard", "example")
+COMPILE_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 NONFINITES = ("stop", "skip")
 PROGRESS = ("auto", "bar", "lines", "off")
 TRACKERS = ("jsonl", "tensorboard", "wandb", "mlflow")
@@ -102,7 +103,7 @@ class Settings:
     seed: int = 0
     batch_norm: str = "global"
     noise: str = "shard"
-    compile: bool = False
+    compile: bool | str = False
     nonfinite: str = "stop"
     nonfinite_every: int = 10
     fp32_outputs: bool = True
@@ -133,12 +134,17 @@ class Settings:
         _one_of("noise", self.noise, NOISES)
         _one_of("nonfinite", self.nonfinite, NONFINITES)
         _one_of("progress", self.progress, PROGRESS)
+        if not isinstance(self.compile, bool) and self.compile not in COMPILE_MODES:
+            raise SettingError(
+                f"compile={self.compile!r}: must be True, False, or a mode of torch.compile: "
+                f"{', '.join(COMPILE_MODES)}."
+            )
         for name in self.trackers:
             _one_of("trackers", name, TRACKERS)
         _whole("seed", self.seed, 0, 2**63 - 1)
         _whole("log_every", self.log_every, 1, 2**31)
         _whole("nonfinite_every", self.nonfinite_every, 1, 1000)
-        for setting in ("balance", "compile", "channels_last", "deterministic", "fp32_outputs"):
+        for setting in ("balance", "channels_last", "deterministic", "fp32_outputs"):
             _true_or_false(setting, getattr(self, setting))
         for setting in ("cudnn_benchmark", "tf32"):
             if getattr(self, setting) is not None:
@@ -157,13 +163,14 @@ class Settings:
             )
         if self.reproducible is not None and self.compile:
             raise SettingError(
-                f"reproducible={self.reproducible} and compile=True contradict each other: torch.compile generates "
-                "kernels for the shapes that a process has seen, which depend on its number of shards. Set one of them."
+                f"reproducible={self.reproducible} and compile={self.compile} contradict each other: torch.compile "
+                "generates kernels for the shapes that a process has seen, which depend on its number of shards. Set "
+                "one of them."
             )
         if self.noise == "example" and self.compile:
             raise SettingError(
-                "noise='example' and compile=True contradict each other: a compiled model draws random numbers inside "
-                "its kernels, which cannot use one random stream per example. Set one of them."
+                f"noise='example' and compile={self.compile} contradict each other: a compiled model draws random "
+                "numbers inside its kernels, which cannot use one random stream per example. Set one of them."
             )
         if self.balance and self.batch_norm == "shard" and self.reproducible is None:
             raise SettingError(

@@ -300,7 +300,7 @@ class Run:
                 if self.settings.deterministic_by:
                     deterministic.convert(model)
                 if self.settings.compile:
-                    compile_module(model)
+                    compile_module(model, self.settings.compile)
                 self._models.append(model)
         if self._noise is not None:
             check_modules(self._models)

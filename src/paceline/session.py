@@ -43,7 +43,7 @@ def start(
     seed: int | None = None,
     batch_norm: str | None = None,
     noise: str | None = None,
-    compile: bool | None = None,
+    compile: bool | str | None = None,
     nonfinite: str | None = None,
     nonfinite_every: int | None = None,
     fp32_outputs: bool | None = None,
@@ -80,7 +80,8 @@ def start(
             which make the model depend on the number of shards.
         noise: whether dropout and other in-model randomness is keyed by shard or by example. "shard": it depends on
             the number of shards. "example": it does not, if each example has a row (docs/contract.md).
-        compile: compile prepared models with torch.compile.
+        compile: compile prepared models with torch.compile. True, or its mode: "reduce-overhead", "max-autotune" or
+            "max-autotune-no-cudagraphs".
         nonfinite: what to do at an inf or NaN loss or gradient: "stop" or "skip".
         nonfinite_every: on an accelerator, the host reads the gradient checks of this many steps together. Default: 10.
             A bad gradient is reported at most twice this number of updates later.

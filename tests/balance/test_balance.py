@@ -319,7 +319,7 @@ SCRIPT = """
 import torch, paceline
 from torch import nn
 
-run = paceline.start(device="cpu", seed=3, progress="off", balance=True{more})
+run = paceline.start(device="cpu", seed=3, progress="off"{more})
 g = torch.Generator().manual_seed(0)
 net = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Dropout(0.1), nn.Linear(12, 2)).double()
 x, y = (torch.randn(200, n, generator=g, dtype=torch.float64) for n in (6, 2))
@@ -338,21 +338,24 @@ for epoch in run.epochs(1):
     "noise", [pytest.param("shard", marks=pytest.mark.conformance), pytest.param("example", marks=pytest.mark.full)]
 )
 def test_verify_checks_shards_of_unequal_size(tmp_path: Path, noise: str) -> None:
-    done = verify(tmp_path, "loss", f', noise="{noise}"')
+    done = verify(tmp_path, "loss", f', noise="{noise}"', "--balance")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the same" in done.stdout
 
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-def test_verify_finds_a_factor_that_is_right_only_for_shards_of_equal_size(tmp_path: Path) -> None:
-    done = verify(tmp_path, "loss * len(batch[0]) * run.world_size / 20")
+@pytest.mark.parametrize("set_by", [("", "--balance"), (", balance=True",)], ids=["option", "script"])
+def test_verify_finds_a_factor_that_is_right_only_for_shards_of_equal_size(
+    tmp_path: Path, set_by: tuple[str, ...]
+) -> None:
+    done = verify(tmp_path, "loss * len(batch[0]) * run.world_size / 20", *set_by)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "different" in done.stdout
 
 
-def verify(folder: Path, loss: str, more: str = "") -> subprocess.CompletedProcess[str]:
+def verify(folder: Path, loss: str, more: str, *options: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT.format(more=more, loss=loss))
-    line = [sys.executable, "-m", "paceline", "verify", "--nproc", "2", str(script)]
+    line = [sys.executable, "-m", "paceline", "verify", "--nproc", "2", *options, str(script)]
     return subprocess.run(line, capture_output=True, text=True, timeout=240)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +23,7 @@ from paceline.comm import dtensor
 from paceline.comm.mesh import world_group
 from paceline.errors import CheckpointError, SettingError, UsageError
 from paceline.state import pretrained, sharded_export
+from paceline.state.plain_files import checksums_of, compare_checksums
 
 transformers = pytest.importorskip("transformers", reason="Hugging Face's models are what is tested")
 pytestmark = pytest.mark.conformance
@@ -462,38 +461,84 @@ KILLED = """
 import os, sys
 import torch
 import paceline
-from paceline.state import atomic, sharded_export
 run = paceline.start(device="cpu", progress="off")
 model = run.prepare(torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)))
-run.export(sys.argv[1], shards=64)
-torch.nn.init.ones_(model[0].weight)
-count, replace = 0, os.replace
-def dying(*args):
-    global count
-    count += 1
-    if count > int(sys.argv[2]):
-        os.kill(os.getpid(), 9)
-    replace(*args)
-os.replace = dying
-run.export(sys.argv[1], shards=64)
+folder, old, new = sys.argv[1:]
+
+def export(value, shards, path):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(value)
+    run.export(path, shards=shards)
+
+def killed_before(number, change):
+    def changed(*args, **kwargs):
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), 9)
+        return change(*args, **kwargs)
+    left = [number]
+    return changed
+
+for number in range(99):
+    path = f"{folder}/{number}"
+    export(1, old, path)
+    pid = os.fork()
+    if pid == 0:
+        for name in ("replace", "rename", "unlink"):
+            setattr(os, name, killed_before(number, getattr(os, name)))
+        export(2, new, path)
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    if not os.WIFSIGNALED(status):
+        sys.exit(status)
 """
 
 
-def test_a_crash_leaves_no_directory_that_looks_whole(tmp_path: Path) -> None:
-    """Killed before each of the moves. Either nothing can be loaded, or all of it is new."""
-    (tmp_path / "script.py").write_text(textwrap.dedent(KILLED))
-    new = 0
-    for moves in (0, 1, 3, 4, 99):  # 5 moves: a checksum, 3 shards, and the index last
-        folder = tmp_path / f"out-{moves}"
-        line = [sys.executable, str(tmp_path / "script.py"), str(folder), str(moves)]
-        done = subprocess.run(line, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-        assert done.returncode == (0 if moves == 99 else -signal.SIGKILL)
+def as_transformers_reads(folder: Path) -> dict[str, Tensor]:
+    """The only file if there is one, otherwise those of the index."""
+    if (folder / pretrained.WHOLE).exists():
+        return load_file(folder / pretrained.WHOLE)
+    placed = json.loads((folder / pretrained.INDEX).read_text())["weight_map"]
+    return {name: load_file(folder / file)[name] for name, file in placed.items()}
+
+
+@pytest.mark.parametrize("new", ["64B", "1MB"], ids=["to_several", "to_one"])
+@pytest.mark.parametrize("old", ["64B", "1MB"], ids=["from_several", "from_one"])
+def test_a_crash_leaves_the_older_weights_or_the_new_ones(old: str, new: str, tmp_path: Path) -> None:
+    """Killed before each change of the file system."""
+    (tmp_path / "script.py").write_text(KILLED)
+    (tmp_path / "out").mkdir()
+    line = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "out"), old, new]
+    subprocess.run(line, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=120)
+    folders = sorted((one for one in (tmp_path / "out").iterdir() if one.name.isdigit()), key=lambda one: int(one.name))
+    assert len(folders) > 2
+    values = []
+    for folder in folders:
+        found = as_transformers_reads(folder)
+        assert found.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
+        (value,) = {float(one) for tensor in found.values() for one in tensor.flatten()}
+        values.append(value)
         with checks.started() as run:
             model = run.prepare(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
-            if moves == 99:
-                run.load_pretrained(folder)
-                new += bool((model[0].weight == 1).all())
-            else:
-                with pytest.raises(CheckpointError, match="has neither"):
-                    run.load_pretrained(folder)
-    assert new == 1
+            assert run.load_pretrained(folder) == ([], [])
+            assert all((p == value).all() for p in model.parameters())
+        named = folder / (pretrained.WHOLE if (folder / pretrained.WHOLE).exists() else pretrained.INDEX)
+        assert not checksums_of(named).exists() or not compare_checksums(named)
+    assert values == sorted(values)
+    assert set(values) == {1, 2}
+    left = [one.name for one in folders[-1].iterdir()]  # of the export that was not killed
+    assert len(left) == (2 if new == "1MB" else 5)
+
+
+@pytest.mark.ranks(1)
+def test_a_single_file_counts_more_than_an_index_as_in_transformers(tmp_path: Path) -> None:
+    by_rank_0(tmp_path / "in", llama)
+    newer = built(llama, seed=1)
+    save_file({name: t.clone() for name, t in newer.state_dict().items()}, tmp_path / "in" / "model.safetensors")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "in").eval()
+    with checks.started() as run:
+        model = run.prepare(built(llama, seed=2))
+        run.load_pretrained(tmp_path / "in")
+        assert torch.equal(logits(model), logits(theirs))
+        assert torch.equal(logits(model), logits(newer))

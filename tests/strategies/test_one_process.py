@@ -3,6 +3,7 @@ and gradients that a script writes to. And they refuse, in the closure, what wou
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 import threading
@@ -388,23 +389,30 @@ def test_replicas_out_of_step_are_named() -> None:
 
 @pytest.mark.parametrize("strategy", ["single", ONE])
 @pytest.mark.parametrize("torchs_own", [False, True])
-def test_every_model_and_copy_is_compiled_also_of_a_class_of_torchs_own(
-    monkeypatch: pytest.MonkeyPatch, strategy: str, torchs_own: bool
+@pytest.mark.parametrize(("setting", "wrapped"), [(True, False), ("max-autotune", False), (False, True), (True, True)])
+def test_every_model_and_copy_is_compiled_in_its_mode_also_of_a_class_of_torchs_own(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, torchs_own: bool, setting: bool | str, wrapped: bool
 ) -> None:
     compiled_in = []
 
-    def backend(graph: Any, inputs: Any) -> Any:
-        compiled_in.append(threading.current_thread().name.rpartition("-")[0])
+    def backend(graph: Any, inputs: Any, mode: str | None = None) -> Any:
+        compiled_in.append((threading.current_thread().name.rpartition("-")[0], mode))
         return graph.forward
 
-    def make() -> nn.Module:
+    def plain() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 3), nn.Tanh()) if torchs_own else Compilable()
+
+    def make() -> Any:
+        """The model to prepare at the first call, later those to load its weights into."""
+        return torch.compile(plain(), mode="reduce-overhead") if wrapped and next(calls) == 0 else plain()
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
     torch._dynamo.reset()
-    trained = checks.under_paceline(make, checks.sequential_loss, compile=True, strategy=strategy)
-    checks.same(trained, checks.plainly(make, checks.sequential_loss))
-    assert set(compiled_in) == {"" if strategy == "single" else "paceline-replica"}
+    calls = itertools.count()
+    trained = checks.under_paceline(make, checks.sequential_loss, compile=setting, strategy=strategy)
+    checks.same(trained, checks.plainly(plain, checks.sequential_loss))
+    mode = "reduce-overhead" if wrapped else None if setting is True else setting
+    assert set(compiled_in) == {("" if strategy == "single" else "paceline-replica", mode)}
     # Copies share a graph: one is for shards of 2 rows, one for 1. No rows are computed without one.
     assert len(compiled_in) >= (1 if strategy == "single" else 2)
 

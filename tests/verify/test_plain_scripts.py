@@ -419,7 +419,9 @@ def test_gradients_that_are_reduced_at_first_only(tmp_path: Path, wrapped: str) 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("option", ["--strategy fsdp", "--precision bf16", "--batch-norm shard", "--seed 3"])
+@pytest.mark.parametrize(
+    "option", ["--strategy fsdp", "--precision bf16", "--batch-norm shard", "--seed 0", "--balance"]
+)
 def test_settings_of_paceline_are_not_ignored(tmp_path: Path, option: str) -> None:
     (tmp_path / "train.py").write_text(POST_LOCAL)
     done, _ = verify(tmp_path / "train.py", tmp_path, *option.split())

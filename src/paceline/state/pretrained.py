@@ -299,9 +299,9 @@ def _files(path: Path) -> dict[str, set[str] | None]:
             f"run.load_pretrained: there is no directory or file {path}. To load a model of the Hugging Face hub, "
             "download it first: path = huggingface_hub.snapshot_download(name)."
         )
+    if (path / WHOLE).exists():  # before an index, as in from_pretrained
+        return {WHOLE: None}
     if not (path / INDEX).exists():
-        if (path / WHOLE).exists():
-            return {WHOLE: None}
         raise CheckpointError(
             f"run.load_pretrained: {path} has neither {INDEX} nor {WHOLE}. It has {contents(path)}. Convert other "
             "formats with transformers: AutoModel.from_pretrained(...).save_pretrained(directory)."

@@ -3,9 +3,10 @@
 pretrained.py shows the layout. Sharded tensors are gathered one shard of the export at a time, so no host holds more
 than the largest of a shard and a tensor besides its own part. Rank 0 writes.
 
-Until the export is complete, its files are in a scratch directory. Then they are moved: first the weights of an older
-export in the directory are removed, and the file that names the weights (the index, or the only shard) comes last. A
-crash leaves a directory that `from_pretrained` refuses.
+Until the export is complete, its files are in a scratch directory. Then they are moved beside the weights of an older
+export, under names that it does not use. One rename switches to the new weights: of the only shard, or of the index.
+The older weights are removed last. A reader takes the only shard if there is one, otherwise the index, as
+`from_pretrained` does; so after a crash at any moment it finds the older weights or the new ones, complete.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import copy
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,7 +38,7 @@ from paceline.strategies.base import Strategy
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.sha256)?")
+_WEIGHTS = re.compile(r"model(-[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.sha256)?")
 
 
 def bytes_of(shards: str | int) -> int:
@@ -91,8 +93,8 @@ def export(directory: str | Path, model: nn.Module, number: int, strategy: Strat
         on_rank_0(lambda: _commit(folder[0], target, tensors, shards))
 
 
-def _file(place: int, count: int) -> str:
-    return WHOLE if count == 1 else f"model-{place + 1:05d}-of-{count:05d}.safetensors"
+def _file(place: int, count: int, mark: str = "") -> str:
+    return WHOLE if count == 1 else f"model{mark}-{place + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _split(tensors: Mapping[str, Any], most: int) -> Iterator[list[str]]:
@@ -162,23 +164,41 @@ def _write_config(model: nn.Module, folder: Path) -> None:
 
 
 def _commit(folder: Path, target: Path, tensors: Mapping[str, Any], shards: Sequence[Sequence[str]]) -> None:
-    """Write the index, and move all files to the directory."""
+    """Write the index, move all files to the directory, and remove the weights of an older export."""
     with explained(CANNOT_EXPORT, target):
-        files = [_file(place, len(shards)) for place in range(len(shards))]
+        make_directory(target)
         last = folder / WHOLE
+        files = [last.name]
         if len(shards) > 1:
+            files = _rename_unlike_the_older(folder, target, len(shards))
             placed = {name: file for names, file in zip(shards, files, strict=True) for name in names}
             total = {"total_size": sum(map(_bytes, tensors.values()))}
             last = folder / INDEX
             last.write_text(json.dumps({"metadata": total, "weight_map": placed}, indent=2) + "\n", "utf-8")
-        made = sorted(folder.iterdir(), key=lambda path: path == last)
-        write_checksums(last, [folder / file for file in files] + [last] * (len(shards) > 1))
-        for one in [*made, checksums_of(last)]:
+        made = [one for one in folder.iterdir() if one != last]
+        checksums = write_checksums(last, [folder / file for file in files] + [last] * (len(shards) > 1))
+        for one in [*made, last, checksums]:
             sync(one)
-        make_directory(target)
-        for old in [one for one in os.listdir(target) if _WEIGHTS.fullmatch(one)]:
-            (target / old).unlink()
-        sync(target)
-        for one in [checksums_of(last), *made]:
+        checksums_of(target / last.name).unlink(missing_ok=True)
+        for one in made:
+            os.replace(one, target / one.name)
+        sync(target)  # before the rename of the file that names them
+        for one in (last, checksums):
             os.replace(one, target / one.name)
         sync(target)
+        new = {last.name, checksums.name, *files}
+        for old in [one for one in os.listdir(target) if _WEIGHTS.fullmatch(one) and one not in new]:
+            (target / old).unlink()
+        sync(target)
+
+
+def _rename_unlike_the_older(folder: Path, target: Path, count: int) -> list[str]:
+    """Rename the shards if the directory has shards of these names. Returns the names."""
+    files = [_file(place, count) for place in range(count)]
+    if not any((target / file).exists() for file in files):
+        return files
+    mark = f"-{secrets.token_hex(4)}"
+    marked = [_file(place, count, mark) for place in range(count)]
+    for file, name in zip(files, marked, strict=True):
+        (folder / file).rename(folder / name)
+    return marked

@@ -11,6 +11,7 @@ from functools import partial
 from operator import attrgetter, methodcaller
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -225,20 +226,41 @@ inside_compiled: Callable[[Any], Any] = attrgetter("_orig_mod")
 """The module inside torch.compile's wrapper."""
 
 
-def compile_module(module: Any) -> None:
+_contexts: WeakKeyDictionary[nn.Module, Callable[[Any], Any]] = WeakKeyDictionary()
+"""Module compiled in place -> the compiling of its call, with the options of its torch.compile."""
+
+
+def compile_module(module: Any, mode: str | bool = True) -> None:
     """Compile a module in place, even if its class is one of torch's.
 
     `Module.compile` compiles nothing for torch's classes, such as nn.Sequential: torch.compile skips torch's frames.
+
+    Args:
+        mode: the `mode` of torch.compile. True: its default.
     """
-    compile_inside(torch.compile(module))
+    compile_inside(torch.compile(module, mode=mode if isinstance(mode, str) else None))
 
 
 def compile_inside(wrapper: Any) -> None:
     """Compile the module inside torch.compile's wrapper in place, with the wrapper's options."""
     inner = wrapper._orig_mod
     if isinstance(inner, nn.Module) and inner._compiled_call_impl is None:
-        inline = sys.modules["torch._dynamo.external_utils"].wrap_inline  # otherwise torch's frame is skipped
-        inner._compiled_call_impl = wrapper.dynamo_ctx(inline(inner._call_impl))
+        _compile(inner, wrapper.dynamo_ctx)
+
+
+def compile_like(module: Any, copy: Any) -> None:
+    """Compile the copy of a compiled module, with the same options if this module compiled it."""
+    context = _contexts.get(module)
+    if context is None:  # the script called Module.compile, which does not keep its options
+        compile_module(copy)
+    else:
+        _compile(copy, context)
+
+
+def _compile(module: nn.Module, context: Callable[[Any], Any]) -> None:
+    inline = sys.modules["torch._dynamo.external_utils"].wrap_inline  # otherwise torch's frame is skipped
+    module._compiled_call_impl = context(inline(module._call_impl))
+    _contexts[module] = context
 
 
 # ------------------------------------------------------------ operators

@@ -108,7 +108,9 @@ def _options_of_paceline(runs: Runs) -> str:
     options = runs.options
     given = {"strategy": options.strategy, "precision": options.precision, **options.script.settings}
     return ", ".join(
-        f"--{name.replace('_', '-')} {value}" for name, value in given.items() if value is not None and name != "device"
+        f"--{name.replace('_', '-')}" + (f" {value}" if value is not True else "")
+        for name, value in given.items()
+        if value is not None and value is not False and name != "device"
     )
 
 

@@ -21,7 +21,7 @@ from paceline.torch_private.core import (
     BatchNormBase,
     buffers_of,
     children_of,
-    compile_module,
+    compile_like,
     compiled_call,
     parameters_of,
     version_of,
@@ -58,7 +58,7 @@ def copied(
             ) from error
         for name, module in model.named_modules():
             if compiled_call(module) is not None and id(module) in memo:  # deepcopy drops the compiled call
-                compile_module(memo[id(module)])
+                compile_like(module, memo[id(module)])
             its = modules[module] = memo.get(id(module), module)
             whole = its is not module and children_of(its).keys() == children_of(module).keys()
             if not whole or any(

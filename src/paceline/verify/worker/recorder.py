@@ -149,7 +149,7 @@ class Recorder(StepObserver):
         for number, model in enumerate(self._parts.models):
             if self._dropout_off:
                 recurrent_dropout_off(model)
-            compiled = self._run.settings.compile  # hooks would break compiled graphs
+            compiled = bool(self._run.settings.compile)  # hooks would break compiled graphs
             self._used_batch_norm |= compiled and any(isinstance(module, BatchNormBase) for module in model.modules())
             for name, module in model.named_modules() if self._replicated and not compiled else ():
                 if not list(module.children()):
