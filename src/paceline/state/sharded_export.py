@@ -4,7 +4,7 @@ pretrained.py shows the layout. Sharded tensors are gathered one shard of the ex
 than the largest of a shard and a tensor besides its own part. Rank 0 writes.
 
 Until the export is complete, its files are in a scratch directory. Then they are moved beside the weights of an older
-export, under names that it does not use. One rename switches to the new weights: of the only shard, or of the index.
+export, under unused names. One rename switches to the new weights: of the only shard, or of the index.
 The older weights are removed last. A reader takes the only shard if there is one, otherwise the index, as
 `from_pretrained` does; so after a crash at any moment it finds the older weights or the new ones, complete.
 """
