@@ -458,6 +458,13 @@ POINTS = [
 ]
 
 
+def _marks(background: bool, point: str, rank: int) -> list[pytest.MarkDecorator]:
+    """One case belongs to `make test`, those in the foreground and one in the background to CI."""
+    if not background:
+        return [] if (point, rank) == ("while it writes them", 1) else [pytest.mark.conformance]
+    return [pytest.mark.conformance if point == "before the commit" else pytest.mark.full]
+
+
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("background", "point", "rank"),
@@ -465,7 +472,7 @@ POINTS = [
         pytest.param(
             background,
             *point,
-            marks=[] if point == ("while it writes them", 1) else [pytest.mark.conformance],
+            marks=_marks(background, *point),
             id=f"{point[0]}, rank {point[1]}{', in the background' * background}",
         )
         for background in (False, True)
