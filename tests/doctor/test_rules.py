@@ -173,19 +173,39 @@ def test_the_first_difference_of_replicas(ours: Any, theirs: Any, cause: str | N
     assert [f.cause for f in found] == ([cause] if cause else [])
 
 
-@pytest.mark.parametrize("shortened", [False, True])
-def test_averages_that_a_shortened_run_does_not_show(shortened: bool) -> None:
+@pytest.mark.parametrize("ending", ["complete", "limit", "failed"])
+def test_averages_that_a_shortened_run_does_not_show(ending: str) -> None:
     """The ranks may average their weights after the last step that was watched."""
     sent = {"k": "coll", "op": "broadcast", "of": "weight", "at": AT}
     events = [
         [e for e in [one[0], sent, *one[1:]] if e.get("of") != "grad"]
         for one in (replica(), replica(after=2.0, grads=2.0))
     ]
-    for own in events if shortened else []:
-        own.insert(-1, {"k": "limit", "at": AT})
+    for own in events:
+        if ending == "limit":
+            own.insert(-1, {"k": "limit", "at": AT})
+        own[-1] = {"k": "end", "failed": ending == "failed", "at": []}
     found = replica_rules.findings(RecordedRun(events))
     assert [f.cause for f in found] == ["not_reduced"]
-    assert ("after these 2 steps (local SGD), give a larger --steps" in found[0].evidence) == shortened
+    _, _, remedy = found[0].evidence.partition("after these 2 steps (local SGD), ")
+    expected = {"limit": "give a larger --steps", "failed": "mend the error that ended the script"}
+    assert remedy.startswith(expected.get(ending, ""))
+    assert bool(remedy) == (ending != "complete")
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_ranks_that_reduce_no_more_before_the_script_fails(failed: bool) -> None:
+    """Post-local SGD: one step with reduced gradients, then two without, and no average before the end."""
+    alike = {"weights": {"w": [2, 2, 2, 1, 1]}}
+    events = []
+    for own in (replica(), replica(after=2.0)):
+        group, optimizer, backward, reduced, before, step, _, _, next_before, next_step, end = own
+        first = [group, optimizer, backward, reduced, before, {**step, **alike}]
+        second = [backward, {**next_before, **alike}, next_step]
+        third = [backward, {**next_before, "step": 2}, {**next_step, "step": 3}]
+        events.append([*first, *second, *third, {**end, "failed": failed}])
+    found = replica_rules.findings(RecordedRun(events))
+    assert bool(found) != failed
 
 
 def test_a_rank_that_does_not_step() -> None:

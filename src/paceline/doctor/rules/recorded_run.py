@@ -231,8 +231,13 @@ class RecordedRun:
 
     @cached_property
     def shortened(self) -> bool:
-        """Would the script have made more steps, had it not been ended?"""
-        return self.cut or self.has("limit")
+        """Would the script have made more steps, had it not been ended, or failed?"""
+        return self.cut or self.has("limit") or self.failed
+
+    @cached_property
+    def failed(self) -> bool:
+        """Did the script end with an error on a rank?"""
+        return self.has("end", failed=True)
 
     @cached_property
     def reduces_by_hand(self) -> bool:

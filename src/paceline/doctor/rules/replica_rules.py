@@ -313,7 +313,8 @@ def _unseen_averages(run: RecordedRun) -> str:
     """What doctor cannot know of a shortened run whose ranks train alone; "" for a whole run."""
     if not run.shortened:
         return ""
-    return f". If the ranks average their weights after these {run.steps()} steps (local SGD), give a larger --steps"
+    remedy = "mend the error that ended the script" if run.failed else "give a larger --steps"
+    return f". If the ranks average their weights after these {run.steps()} steps (local SGD), {remedy}"
 
 
 def _reduces(e: Event) -> bool:
