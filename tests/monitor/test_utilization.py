@@ -217,7 +217,11 @@ run.close()
 
 @pytest.mark.parametrize(
     ("strategy", "processes", "devices"),
-    [("ddp", 2, 2), ("parameter_server", 2, 1), ("parameter_server:mode=async", 3, 2)],
+    [
+        ("ddp", 2, 2),
+        pytest.param("parameter_server", 2, 1, marks=pytest.mark.conformance),
+        pytest.param("parameter_server:mode=async", 3, 2, marks=pytest.mark.conformance),
+    ],
 )
 def test_it_is_logged_and_stands_in_the_last_line(strategy: str, processes: int, devices: int, tmp_path: Path) -> None:
     """Servers are no devices that compute."""

@@ -458,11 +458,9 @@ POINTS = [
 ]
 
 
-def _marks(background: bool, point: str, rank: int) -> list[pytest.MarkDecorator]:
-    """One case belongs to `make test`, those in the foreground and one in the background to CI."""
-    if not background:
-        return [] if (point, rank) == ("while it writes them", 1) else [pytest.mark.conformance]
-    return [pytest.mark.conformance if point == "before the commit" else pytest.mark.full]
+def _mark(background: bool, point: str) -> pytest.MarkDecorator:
+    """The cases in the foreground and one in the background belong to CI."""
+    return pytest.mark.full if background and point != "before the commit" else pytest.mark.conformance
 
 
 @pytest.mark.timeout(180)
@@ -472,7 +470,7 @@ def _marks(background: bool, point: str, rank: int) -> list[pytest.MarkDecorator
         pytest.param(
             background,
             *point,
-            marks=_marks(background, *point),
+            marks=_mark(background, point[0]),
             id=f"{point[0]}, rank {point[1]}{', in the background' * background}",
         )
         for background in (False, True)
