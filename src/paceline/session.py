@@ -191,7 +191,7 @@ def _balance(run: Run, spec: TrialSpec | None) -> None:
     if spec is None and run.world.size > 1:
         observe(run, Balance)
     elif spec is not None and spec.reference is not None:
-        split_unequally(parts_of(run))
+        split_unequally(run, parts_of(run))
 
 
 def _trial_observer(spec: TrialSpec) -> Callable[[Run, RunParts, TrialSpec], StepObserver]:

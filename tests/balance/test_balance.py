@@ -354,6 +354,13 @@ def test_verify_finds_a_factor_that_is_right_only_for_shards_of_equal_size(
     assert "different" in done.stdout
 
 
+@pytest.mark.conformance
+def test_verify_refuses_a_strategy_as_a_run_does(tmp_path: Path) -> None:
+    done = verify(tmp_path, "loss", "", "--balance", "--strategy", "pipeline")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "balance=True with strategy pipeline: it does not split a global batch by speed." in done.stdout
+
+
 def verify(folder: Path, loss: str, more: str, *options: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT.format(more=more, loss=loss))

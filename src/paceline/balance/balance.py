@@ -66,15 +66,10 @@ class Balance(StepObserver):
     """Balances a run of several processes. Raises SettingError if its strategy cannot split a batch unequally."""
 
     def __init__(self, run: Run, parts: RunParts) -> None:
-        strategy = parts.strategy
         self._sizes = ShardSizes()
-        if not strategy.split_by(self._sizes):
-            raise SettingError(
-                f"balance=True with strategy {run.settings.strategy}: it does not split a global batch by speed. Use "
-                "ddp, fsdp, local_sgd or diloco, or leave out balance."
-            )
+        _split(run, parts, self._sizes)
         self._run, self._parts = run, parts
-        self._time = OwnTime(run.device, within_backward=strategy.store.reduces_each)
+        self._time = OwnTime(run.device, within_backward=parts.strategy.store.reduces_each)
         self._unwatch = watch(self._time.wait)
         self._waited: dict[str, float] = {}  # loader -> its `waited` at its last yield
         self._window: deque[_Step] = deque(maxlen=WINDOW)
@@ -172,11 +167,26 @@ class Balance(StepObserver):
             print(f"paceline: {line(self._steps, examples, took, weights, units, plan.unit)}", file=sys.stderr)
 
 
-def split_unequally(parts: RunParts) -> None:
-    """Split every global batch of a run unequally, in a fixed way. `verify` does so for a run with `balance`."""
+def split_unequally(run: Run, parts: RunParts) -> None:
+    """Split every global batch of a run unequally, in a fixed way. `verify` does so for a run with `balance`.
+
+    Raises SettingError for several processes whose strategy cannot, like Balance. One process has any strategy: it
+    computes what the several are compared with.
+    """
     sizes = ShardSizes()
     sizes.change(tuple(2 if shard % 2 else 3 for shard in range(parts.strategy.plan.shards)), {})
-    parts.strategy.plan = parts.strategy.plan.balanced(sizes)
+    if run.world.size > 1:
+        _split(run, parts, sizes)
+    else:
+        parts.strategy.plan = parts.strategy.plan.balanced(sizes)
+
+
+def _split(run: Run, parts: RunParts, sizes: ShardSizes) -> None:
+    if not parts.strategy.split_by(sizes):
+        raise SettingError(
+            f"balance=True with strategy {run.settings.strategy}: it does not split a global batch by speed. Use "
+            "ddp, fsdp, local_sgd or diloco, or leave out balance."
+        )
 
 
 def steady_part(steps: Sequence[tuple[int, float]]) -> Sequence[tuple[int, float]]:
