@@ -416,6 +416,9 @@ def test_sizes_that_are_refused(given: Any) -> None:
         sharded_export.bytes_of(given)
 
 
+OTHERS = ["model-20261129.safetensors", "model-best.safetensors", "tokenizer.json"]
+
+
 @pytest.mark.ranks(2)
 def test_an_older_export_is_replaced_and_other_files_stay(tmp_path: Path) -> None:
     with checks.started(strategy="fsdp:min_params=0") as run:
@@ -423,11 +426,12 @@ def test_an_older_export_is_replaced_and_other_files_stay(tmp_path: Path) -> Non
         run.export(tmp_path / "out", shards=64)
         if world_group().rank == 0:
             assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1
-            (tmp_path / "out" / "tokenizer.json").write_text("{}")
+            for other in OTHERS:
+                (tmp_path / "out" / other).write_text("{}")
         run.export(tmp_path / "out", shards="1MB")
         state = {name: t.full_tensor() if dtensor.is_sharded(t) else t for name, t in model.state_dict().items()}
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert names == ["model.safetensors", "model.safetensors.sha256", "tokenizer.json"]
+    assert names == sorted(["model.safetensors", "model.safetensors.sha256", *OTHERS])
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == state.keys()

@@ -4,9 +4,9 @@ pretrained.py shows the layout. Sharded tensors are gathered one shard of the ex
 than the largest of a shard and a tensor besides its own part. Rank 0 writes.
 
 Until the export is complete, its files are in a scratch directory. Then they are moved beside the weights of an older
-export, under unused names. One rename switches to the new weights: of the only shard, or of the index.
-The older weights are removed last. A reader takes the only shard if there is one, otherwise the index, as
-`from_pretrained` does; so after a crash at any moment it finds the older weights or the new ones, complete.
+export, under unused names. Renaming the only shard, or the index, switches to the new weights. The older weights are
+removed last. A reader takes the only shard if there is one, otherwise the index, as `from_pretrained` does. So after a
+crash it finds the older weights or the new ones, complete. The configuration is replaced before the switch.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paceline.strategies.base import Strategy
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B\s*", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_WEIGHTS = re.compile(r"model(-[0-9a-f]{8})?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.sha256)?")
+_WEIGHTS = re.compile(r"model((-[0-9a-f]{8})?-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.sha256)?")
 
 
 def bytes_of(shards: str | int) -> int:
@@ -166,7 +166,6 @@ def _write_config(model: nn.Module, folder: Path) -> None:
 def _commit(folder: Path, target: Path, tensors: Mapping[str, Any], shards: Sequence[Sequence[str]]) -> None:
     """Write the index, move all files to the directory, and remove the weights of an older export."""
     with explained(CANNOT_EXPORT, target):
-        make_directory(target)
         last = folder / WHOLE
         files = [last.name]
         if len(shards) > 1:
@@ -179,6 +178,7 @@ def _commit(folder: Path, target: Path, tensors: Mapping[str, Any], shards: Sequ
         checksums = write_checksums(last, [folder / file for file in files] + [last] * (len(shards) > 1))
         for one in [*made, last, checksums]:
             sync(one)
+        make_directory(target)
         checksums_of(target / last.name).unlink(missing_ok=True)
         for one in made:
             os.replace(one, target / one.name)

@@ -227,7 +227,7 @@ inside_compiled: Callable[[Any], Any] = attrgetter("_orig_mod")
 
 
 _contexts: WeakKeyDictionary[nn.Module, Callable[[Any], Any]] = WeakKeyDictionary()
-"""Module compiled in place -> the compiling of its call, with the options of its torch.compile."""
+"""Module compiled in place -> the function that compiled its call, with the options of its torch.compile."""
 
 
 def compile_module(module: Any, mode: str | bool = True) -> None:
